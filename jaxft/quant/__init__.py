@@ -1,0 +1,1 @@
+"""How a frozen weight is stored and multiplied."""

@@ -1,20 +1,23 @@
-"""What a run reports: metrics.jsonl, and where asked TensorBoard or Weights & Biases."""
+"""What each update reports: loss, gradient norm, speed, utilisation and memory."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol
+import math
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 
 from jaxft.errors import UserError
 from jaxft.model.config import ModelConfig
+from jaxft.report import StepDisplay
+from jaxft.sinks import Sink
+from jaxft.step import StepMetrics
 
-# Dense bf16 peak of a GPU, FLOP/s, from the makers' datasheets (SXM parts where they differ).
+# Dense bf16 FLOP/s from the makers' datasheets, by a part of JAX's name of the device.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
-    "GH200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
@@ -22,113 +25,17 @@ PEAK_FLOPS = {
 }
 
 
-class Sink(Protocol):
-    """A place that takes numbers by step."""
+def step_flops(config: ModelConfig, tokens: int, targets: int) -> float:
+    """FLOPs that one LoRA update needs at least, for model FLOPs utilisation (MFU).
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record these values."""
-        ...
-
-    def close(self) -> None:
-        """Finish."""
-        ...
-
-
-class MetricsFile:
-    """metrics.jsonl: one JSON object a logged step. Opening it drops what lies after `step`."""
-
-    def __init__(self, path: Path, step: int):
-        kept = []
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line and json.loads(line)["step"] <= step]
-        temporary = path.with_suffix(".part")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line and flush it."""
-        print(json.dumps({"step": step, **values}), file=self._file, flush=True)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class TensorBoard:
-    """Event files in a run's folder, through the tensorboard package alone."""
-
-    def __init__(self, folder: Path):
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(folder))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record these values as scalars."""
-        import time
-
-        scalars = [
-            self._summary.Value(tag=name, simple_value=value)
-            for name, value in values.items()
-            if isinstance(value, int | float)
-        ]
-        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars))
-        self._writer.add_event(event)
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
-class WandB:
-    """Weights & Biases."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]):
-        import wandb
-
-        self._run = wandb.init(dir=str(folder), config=dict(config))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record these values."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-def open_sinks(report_to: str, folder: Path, step: int, config: Mapping[str, Any]) -> list[Sink]:
-    """metrics.jsonl, and what `report_to` names.
-
-    Raises:
-      UserError: the package that `report_to` needs is not installed.
+    Four for each frozen weight and token, two forward and two for the gradient of the activations,
+    the head's for targets only. Attention's own products, the adapter's, and whatever is computed
+    again are left out.
     """
-    try:
-        extra = {
-            "none": lambda: [],
-            "tensorboard": lambda: [TensorBoard(folder)],
-            "wandb": lambda: [WandB(folder, config)],
-        }[report_to]()
-    except ModuleNotFoundError as fault:
-        raise UserError(
-            f"--report_to {report_to} needs the package {fault.name!r}: "
-            f"pip install 'jaxft[{report_to}]'"
-        ) from fault
-    return [MetricsFile(folder / "metrics.jsonl", step), *extra]
-
-
-def step_flops(config: ModelConfig, tokens: int, head_tokens: int) -> float:
-    """Model FLOPs of one LoRA update: forward and the gradient of activations, 4 per weight.
-
-    Attention's products and the adapter's own are left out, as is everything made twice.
-    """
-    heads = config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    qkvo = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
+    layer = config.hidden_size * (qkvo + 3 * config.intermediate_size)
     head = config.hidden_size * config.vocab_size
-    return 4.0 * (len(config.layers) * layer * tokens + head * head_tokens)
+    return 4.0 * (len(config.layers) * layer * tokens + head * targets)
 
 
 def peak_flops() -> float | None:
@@ -137,7 +44,95 @@ def peak_flops() -> float | None:
     return next((peak for name, peak in PEAK_FLOPS.items() if name in kind), None)
 
 
-def peak_memory_bytes() -> int | None:
-    """Most memory the run has held on the device so far; None where it does not tell."""
+def peak_memory_bytes() -> int:
+    """Most device memory that was in use so far; on a CPU, the most the process has held."""
     stats = jax.devices()[0].memory_stats()
-    return stats.get("peak_bytes_in_use") if stats else None
+    if stats:
+        return stats["peak_bytes_in_use"]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    metrics: StepMetrics
+    tokens: int
+
+
+class Recorder:
+    """Takes each update's metrics and reads them one update late, so that the device never waits.
+
+    Args:
+      sinks: where numbers go.
+      display: the console.
+      model: for the FLOPs of an update.
+      total: updates in the run; the last one is always logged.
+      every: updates between two logged ones.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        display: StepDisplay,
+        model: ModelConfig,
+        *,
+        total: int,
+        every: int,
+    ):
+        self._sinks, self._display, self._model = sinks, display, model
+        self._total, self._every = total, every
+        self._pending: _Pending | None = None
+        self._clock = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """The time until now belongs to no update: an evaluation, a checkpoint."""
+        self._clock = time.perf_counter()
+
+    def add(self, step: int, metrics: StepMetrics, tokens: int) -> None:
+        """Note an update that the device may still be working on; report the one before."""
+        self.flush()
+        self._pending = _Pending(step, metrics, tokens)
+
+    def flush(self) -> None:
+        """Wait for the noted update and report it.
+
+        Raises:
+          UserError: its loss or gradient is not finite.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        values = jax.device_get(pending.metrics)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        count = int(values.target_tokens)
+        loss, norm = float(values.loss), float(values.grad_norm)
+        if count and not (math.isfinite(loss) and math.isfinite(norm)):
+            raise UserError(
+                f"update {pending.step}: loss {loss} and gradient norm {norm} are not finite; the "
+                "adapter was left as it was before: lower --learning_rate, or use --dtype bfloat16"
+            )
+        if not count:
+            self._display.note(f"update {pending.step} has no target tokens: nothing was learned")
+        if pending.step % self._every and pending.step != self._total:
+            self._display.advance(pending.step)
+            return
+        peak = peak_flops()
+        flops = step_flops(self._model, pending.tokens, count)
+        line = {
+            "loss": loss if count else None,
+            "learning_rate": float(values.learning_rate),
+            "grad_norm": norm,
+            "target_tokens": count,
+            "tokens_per_second": pending.tokens / seconds,
+            "step_time_s": seconds,
+            "mfu": flops / seconds / peak if peak else None,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        self.write(pending.step, line)
+        self._display.log(pending.step, loss=loss, tokens_per_second=pending.tokens / seconds)
+
+    def write(self, step: int, line: dict[str, float | int | None]) -> None:
+        """Send numbers of a step to every sink."""
+        for sink in self._sinks:
+            sink.write(step, line)

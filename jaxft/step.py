@@ -13,6 +13,7 @@ from jax import lax
 from jaxft.loss import count_targets, sum_of_losses
 
 Batch = dict[str, jax.Array]  # tokens, segment_ids, targets: int32 [A, B, T], A micro-batches
+EvalStep = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]
 
 
 @jax.tree_util.register_dataclass
@@ -90,9 +91,7 @@ def make_train_step(
     return jax.jit(update, donate_argnums=0)
 
 
-def make_eval_step(
-    structure: nnx.GraphDef,
-) -> Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval_step(structure: nnx.GraphDef) -> EvalStep:
     """The compiled `(trained, frozen, batch) -> (sum of losses, number of targets)`, no dropout."""
 
     def evaluate(trained: nnx.State, frozen: nnx.State, batch: Batch):

@@ -75,7 +75,6 @@ class Recorder:
         sinks: Sequence[Sink],
         display: StepDisplay,
         model: ModelConfig,
-        *,
         total: int,
         every: int,
     ):
@@ -130,7 +129,12 @@ class Recorder:
             "peak_memory_bytes": peak_memory_bytes(),
         }
         self.write(pending.step, line)
-        self._display.log(pending.step, loss=loss, tokens_per_second=pending.tokens / seconds)
+        self._display.log(
+            pending.step,
+            loss=loss,
+            tokens_per_second=pending.tokens / seconds,
+            seconds_left=seconds * (self._total - pending.step),
+        )
 
     def write(self, step: int, line: dict[str, float | int | None]) -> None:
         """Send numbers of a step to every sink."""

@@ -6,7 +6,8 @@ never stops a run under LC_ALL=C.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -73,6 +74,11 @@ class StepDisplay:
             left = duration(seconds_left)
             _line(f"step {step}/{self._total}  {status}  {left} left", self._console)
 
+    def status(self, text: str) -> None:
+        """Shows beside the bar what is going on; nothing where there is no bar."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, status=text)
+
     def note(self, text: str) -> None:
         """One line that stays, above the bar: an evaluation, a checkpoint, a warning."""
         _line(text, self._console)
@@ -97,6 +103,26 @@ def training_display(
         display = StepDisplay(total, console, progress)
         display.advance(start)
         yield display
+
+
+@contextmanager
+def progress_bar(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar with time left for `what`, moved by calling it with (done, total).
+
+    Without a terminal it is one plain line at the end.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    began = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+    if not console.is_terminal:
+        _line(f"{what}: {duration(time.monotonic() - began)}", console)
 
 
 def duration(seconds: float) -> str:

@@ -3,9 +3,11 @@
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxft.config import TrainConfig
 from jaxft.errors import UserError
 
 
@@ -85,21 +87,21 @@ class WandB:
         self._run.finish()
 
 
-def open_sinks(report_to: str, folder: Path, step: int, config: Mapping[str, Any]) -> list[Sink]:
-    """metrics.jsonl, and what `report_to` names.
+def open_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:
+    """metrics.jsonl up to `step`, and what `report_to` names.
 
     Raises:
       UserError: the package that `report_to` needs is not installed.
     """
+    extra: list[Sink] = []
     try:
-        extra = {
-            "none": lambda: [],
-            "tensorboard": lambda: [TensorBoard(folder)],
-            "wandb": lambda: [WandB(folder, config)],
-        }[report_to]()
+        if config.report_to == "tensorboard":
+            extra = [TensorBoard(folder)]
+        elif config.report_to == "wandb":
+            extra = [WandB(folder, asdict(config))]
     except ModuleNotFoundError as fault:
         raise UserError(
-            f"--report_to {report_to} needs the package {fault.name!r}: "
-            f"pip install 'jaxft[{report_to}]'"
+            f"--report_to {config.report_to} needs the package {fault.name!r}: "
+            f"pip install 'jaxft[{config.report_to}]'"
         ) from fault
     return [MetricsFile(folder / "metrics.jsonl", step), *extra]

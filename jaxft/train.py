@@ -114,7 +114,9 @@ def train(
 
     with ExitStack() as stack:
         checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints")))
-        sinks = [stack.enter_context(closing(sink)) for sink in open_sinks(config, start.step)]
+        sinks = [
+            stack.enter_context(closing(sink)) for sink in open_sinks(config, folder, start.step)
+        ]
         recorder = Recorder(sinks, display, decoder.config, total, config.logging_steps)
         stop = stack.enter_context(stop_request())
         step = start.step
@@ -184,6 +186,31 @@ def _lora_config(config: TrainConfig) -> LoraConfig:
         config.lora_target_modules,
         config.use_rslora,
     )
+
+
+def _adapter_config(config: TrainConfig) -> AdapterConfig:
+    return AdapterConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        use_rslora=config.use_rslora,
+        base_model_name_or_path=config.model_name_or_path,
+    )
+
+
+def _summary(config: TrainConfig, data: Data) -> dict[str, object]:
+    """Facts of the run for the model card."""
+    numbers = data.statistics
+    return {
+        "data": config.dataset_name,
+        "documents": numbers.documents,
+        "tokens an epoch": numbers.tokens,
+        "updates": data.train.num_steps,
+        "learning rate": config.learning_rate,
+        "rank": config.lora_r,
+        "base weights": "NF4" if config.load_in_4bit else "as in the checkpoint",
+    }
 
 
 def _optim_config(config: TrainConfig) -> OptimConfig:

@@ -293,6 +293,12 @@ def test_llama3_tokenizer(tmp_path):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>ab"
 
 
+def test_smollm_pre_tokenizer_cuts_out_every_digit(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, ggml__pre="smollm")
+    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("Don't  2024\nx")
+    assert [word for word, _ in words] == ["Don", "'t", "ĠĠ", *"2024", "Ċ", "x"]
+
+
 @pytest.mark.parametrize(
     ("bos", "eos", "kind", "ids"),
     [

@@ -71,13 +71,15 @@ def build_tokenizer(
             f"{path}: tokenizer.ggml.tokens ({len(tokens)}, {len(set(tokens))} distinct) does not "
             f"fit token_type ({len(types)}) and the {vocab_size} rows of token_embd.weight"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in field("tokenizer.ggml.merges")]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges: list[tuple[str, str]] = []
+    for merge in field("tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise UserError(f"{path}: tokenizer.ggml.merges has {merge!r}, not in the vocabulary")
+        merges.append((left, right))
     # Llama 3 takes a word that is in the vocabulary whole, even where no chain of merges makes it.
-    bpe = BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,  # pyright: ignore[reportArgumentType]  the stub has no pairs
-        ignore_merges=kind == "llama-bpe",
-    )
+    bpe = BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe")
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()

@@ -42,7 +42,9 @@ _HARMLESS = frozenset(
         "init_lora_weights",
         "layers_pattern",
         "layers_to_transform",
+        "megatron_core",
         "peft_version",
+        "qalora_group_size",
         "revision",
         "target_modules",
     )

@@ -17,8 +17,8 @@ def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
     The class named in tokenizer_config.json is not looked up: that would import torch, and
     transformers 5 rebuilds some classes (LlamaTokenizer) from the vocabulary alone instead of
-    taking the file's own pre-tokenizer. A BOS comes from the file's post-processor, or from
-    `add_bos_token` where tokenizer_config.json has it, as in AutoTokenizer.
+    taking the file's own pre-tokenizer. Whether there is a BOS is what the post-processor in
+    tokenizer.json says, as in AutoTokenizer, which drops `add_bos_token` where that file exists.
     """
     folder = folder.absolute()  # a relative `a/b` would be looked up on the hub by transformers
     if not (folder / "tokenizer.json").is_file():

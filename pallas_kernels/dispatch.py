@@ -25,5 +25,7 @@ def choose(op: str, implementation: str, candidates: Mapping[str, str | None]) -
         raise ValueError(f"{op}: implementation {implementation!r} is unknown; known: {known}")
     reason = candidates[implementation]
     if reason is not None:
-        raise ValueError(f"{op}: implementation {implementation!r} cannot serve this call: {reason}")
+        raise ValueError(
+            f"{op}: implementation {implementation!r} cannot serve this call: {reason}"
+        )
     return implementation

@@ -1,0 +1,109 @@
+"""Messages of a chat, checked and brought to one spelling."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from jaxft.errors import UserError
+
+ROLES = ("system", "user", "assistant", "tool")
+_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+_FLAGS = ("train", "weight")  # ours, not the template's
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages as the template sees them, and for each whether it is to be learned."""
+
+    messages: list[dict[str, Any]]
+    trained: list[bool]
+    origin: str
+
+    @property
+    def roles(self) -> str:
+        """Role sequence, for messages."""
+        return ", ".join(message["role"] for message in self.messages)
+
+
+def parse_messages(messages: Any, origin: str, trained_from: int = 0) -> Chat:
+    """Chat of a list of ``{"role", "content"}`` objects.
+
+    The assistant's turns from index `trained_from` on are learned, except those marked
+    ``"train": false`` or ``"weight": 0``. Roles are read in any case; human, gpt and model are
+    other names of user and assistant. Arguments of tool calls may be JSON text or an object.
+    Raises UserError naming the row: unknown role, content that is no text, empty answer, a chat
+    without a turn to learn or with turns after the last answer.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{origin}: messages must be a list of at least one message")
+    parsed, trained = [], []
+    for number, message in enumerate(messages, start=1):
+        where = f"{origin}: message {number}"
+        if not isinstance(message, dict):
+            raise UserError(f"{where} must be an object with role and content")
+        role = _role(message.get("role"), where)
+        learn = _flagged(message, where)
+        rest = {key: value for key, value in message.items() if key not in _FLAGS}
+        parsed.append({**rest, **_content(message, role, where), "role": role})
+        trained.append(role == "assistant" and learn and number > trained_from)
+    chat = Chat(parsed, trained, origin)
+    if parsed[-1]["role"] != "assistant":
+        raise UserError(f"{origin}: the chat does not end with an assistant turn ({chat.roles})")
+    if not any(trained):
+        raise UserError(f"{origin}: no assistant turn of this chat is to be trained ({chat.roles})")
+    return chat
+
+
+def _role(role: Any, where: str) -> str:
+    name = role.lower() if isinstance(role, str) else None
+    name = _ALIASES.get(name, name) if name else None
+    if name not in ROLES:
+        raise UserError(
+            f"{where} has the unknown role {role!r}; known: {', '.join(ROLES)} (human is read as "
+            "user, gpt and model as assistant)"
+        )
+    return name
+
+
+def _flagged(message: dict[str, Any], where: str) -> bool:
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise UserError(f"{where}: 'train' must be true or false, not {train!r}")
+    if weight is not None and weight not in (0, 1):
+        raise UserError(f"{where}: 'weight' must be 0 or 1, not {weight!r}")
+    return train is not False and weight != 0
+
+
+def _content(message: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """The keys `content` and `tool_calls`, normalised."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise UserError(f"{where} ({role}): tool_calls must be a list of an assistant's calls")
+        content = "" if content is None else content
+    if not isinstance(content, str):
+        kind = "null" if content is None else type(content).__name__
+        raise UserError(f"{where} ({role}): content must be text, it is {kind}")
+    if role == "assistant" and not calls and not content.strip():
+        raise UserError(f"{where} ({role}) is empty")
+    if not calls:
+        return {"content": content}
+    return {"content": content, "tool_calls": [_call(call, where) for call in calls]}
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call whose arguments are an object.
+
+    Templates print them with `tojson`, which would quote a JSON text a second time.
+    """
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(inner, dict):
+        raise UserError(f"{where}: a tool call must be an object with name and arguments")
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: tool call arguments are not JSON ({error.msg})") from error
+    inner = {**inner, "arguments": arguments}
+    return {**call, "function": inner} if "function" in call else inner

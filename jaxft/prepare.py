@@ -107,7 +107,9 @@ def _fingerprint(examples: Sequence[Example]) -> str:
     return digest.hexdigest()
 
 
-def preflight(config: TrainConfig, model: ModelConfig, data: Data, dtype: str, start: int) -> Sections:
+def preflight(
+    config: TrainConfig, model: ModelConfig, data: Data, dtype: str, start: int
+) -> Sections:
     """What the run will do, for `report.print_preflight`."""
     numbers, loader = data.statistics, data.train
     device = jax.devices()[0]

@@ -223,7 +223,7 @@ def test_python_callers_meet_the_same_rules():
     made: dict[str, Any] = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
     assert TrainConfig(**made, lora_alpha=8).lora_alpha == 8.0
     with pytest.raises(UserError, match="--lora_r must be a whole number"):
-        TrainConfig(**made | {"lora_r": 1.5})
+        TrainConfig(**made, lora_r="many")
     with pytest.raises(UserError, match="--lora_r must be at least 1"):
         TrainConfig(**made, lora_r=0)
 

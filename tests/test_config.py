@@ -221,9 +221,10 @@ def test_yaml_round_trip(tmp_path, args):
 
 def test_python_callers_meet_the_same_rules():
     made: dict[str, Any] = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
+    wrong: dict[str, Any] = {"lora_r": "many"}
     assert TrainConfig(**made, lora_alpha=8).lora_alpha == 8.0
     with pytest.raises(UserError, match="--lora_r must be a whole number"):
-        TrainConfig(**made, lora_r="many")
+        TrainConfig(**made, **wrong)
     with pytest.raises(UserError, match="--lora_r must be at least 1"):
         TrainConfig(**made, lora_r=0)
 

@@ -95,14 +95,15 @@ class TrainConfig:
     dataset_name: str = option(
         group="data",
         metavar="PATH",
-        help="Training data: a .jsonl file with one object a line that holds messages, or prompt "
-        "and completion, or instruction (input) and output, or text.",
+        help="Training data: a .jsonl file, or a folder that holds one for each split. A line is "
+        "an object with messages, or prompt and completion, or instruction (input) and output, or "
+        "text.",
     )
     dataset_train_split: str = option(
         "train",
         group="data",
-        help="Name of the split to train on where the data has several. A single file is one "
-        "split named train.",
+        help="Split to train on when dataset_name is a folder: train means its train.jsonl. A "
+        "single file is one split named train.",
     )
     dataset_text_field: str = option(
         "text",
@@ -133,7 +134,7 @@ class TrainConfig:
         None,
         group="data",
         metavar="PATH",
-        help="Held-out data in the same layouts, for eval_loss.",
+        help="Held-out .jsonl file in the same layouts, for eval_loss.",
     )
     eval_split_ratio: float = option(
         0.0,

@@ -18,8 +18,10 @@ import yaml
 from jaxft.errors import UserError
 
 # The words that Hugging Face's argument parser takes for a boolean.
-WORDS = dict.fromkeys(("true", "yes", "t", "y", "1"), True)
-WORDS |= dict.fromkeys(("false", "no", "f", "n", "0"), False)
+WORDS: dict[str, bool] = {
+    **{word: True for word in ("true", "yes", "t", "y", "1")},
+    **{word: False for word in ("false", "no", "f", "n", "0")},
+}
 
 
 def option(

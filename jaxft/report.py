@@ -59,20 +59,29 @@ class StepDisplay:
         self._console = console
         self._progress = progress
         self._task = None if progress is None else progress.add_task("", total=total, status="")
+        self._first: tuple[int, float] | None = None  # of this process, its compilation past
 
     def advance(self, step: int) -> None:
-        """Moves the bar to `step` finished updates; prints nothing where there is no bar."""
+        """Takes note that `step` updates are finished; prints nothing where there is no bar."""
+        if self._first is None:
+            self._first = (step, time.monotonic())
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step)
 
-    def log(self, step: int, *, loss: float, tokens_per_second: float, seconds_left: float) -> None:
+    def log(self, step: int, *, loss: float, tokens_per_second: float) -> None:
         """Shows a logged update: beside the bar, or as one plain line."""
+        self.advance(step)
         status = f"loss {loss:.4f}  {tokens_per_second:,.0f} tok/s"
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, status=status)
+            self._progress.update(self._task, status=status)
         else:
-            left = duration(seconds_left)
-            _line(f"step {step}/{self._total}  {status}  {left} left", self._console)
+            _line(f"step {step}/{self._total}  {status}{self._time_left(step)}", self._console)
+
+    def _time_left(self, step: int) -> str:
+        if self._first is None or step == self._first[0]:
+            return ""
+        pace = (time.monotonic() - self._first[1]) / (step - self._first[0])
+        return f"  {duration(pace * (self._total - step))} left"
 
     def status(self, text: str) -> None:
         """Shows beside the bar what is going on; nothing where there is no bar."""
@@ -101,7 +110,7 @@ def training_display(
     )
     with Progress(*columns, console=console, expand=True) as progress:
         display = StepDisplay(total, console, progress)
-        display.advance(start)
+        progress.update(progress.task_ids[0], completed=start)
         yield display
 
 

@@ -133,7 +133,6 @@ class Recorder:
             pending.step,
             loss=loss,
             tokens_per_second=pending.tokens / seconds,
-            seconds_left=seconds * (self._total - pending.step),
         )
 
     def write(self, step: int, line: dict[str, float | int | None]) -> None:

@@ -139,6 +139,29 @@ def test_token_over_the_edge():
         one(messages, glued)
 
 
+@pytest.mark.parametrize("trim_offsets", [True, False])
+def test_spaces_over_the_edge(trim_offsets):
+    """Offsets trimmed of spaces would place the token of two spaces inside of the answer."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "  hello"}]
+    corpus = ("assistant:   hello",) * 9
+    tokenizer = tiny_tokenizer(SPACED, corpus=corpus, trim_offsets=trim_offsets)
+    example = one(messages, tokenizer)
+    assert "  " in [tokenizer.decode([i]) for i in example.input_ids]  # control
+    assert labels(example, tokenizer) == [" hello\n"]
+
+
+@pytest.mark.parametrize("answer", ["hello 0", "0", "1", "10 \n", "01"])
+def test_history_rendered_differently(answer):
+    """The answer's end is found whatever characters it ends with."""
+    messages = [dict(message) for message in TWO_TURNS]
+    messages[2]["content"] = answer
+    tokenizer = tiny_tokenizer(REASONING)
+    assert labels(one(messages, tokenizer), tokenizer)[0] == answer + "<|im_end|>"
+    alone = tokenizer.apply_chat_template(messages[:3], tokenize=False)
+    full = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert not full.startswith(alone)  # control: the chat up to the answer is no prefix
+
+
 def test_answer_that_begins_with_the_header_newline():
     tokenizer = tiny_tokenizer(corpus=("a\n\n\nb",) * 5)
     example = one([USER, {"role": "assistant", "content": "\n\nhi"}], tokenizer)

@@ -122,6 +122,17 @@ def test_epochs_differ_and_seeds_differ():
         assert order(still, 0) == order(still, 1)
 
 
+def test_packs_are_shuffled():
+    """Packing starts with the longest documents; training must not do so in every epoch."""
+    examples = documents(*range(2, 9), *range(2, 9))
+    loader = load(examples, num_epochs=20)
+    first = {
+        origin for epoch in range(20) for origin in loader.origins(epoch * loader.steps_per_epoch)
+    }
+    longest = {"d6", "d13"}
+    assert not first <= longest
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_batch_depends_on_the_step_alone(packing):
     """Resuming: a new loader asked for one late step gives what a straight run gives."""

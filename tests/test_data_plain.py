@@ -2,11 +2,25 @@
 
 import pytest
 from data_fixtures import CHATML, labels, rows, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from jaxft.data.chat import encode
 from jaxft.errors import UserError
 
 BOS, EOS = 0, 1
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>"], show_progress=False)
+    backend.train_from_iterator(["hello world world"] * 5, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def ids_of(tokenizer, *fields):
@@ -60,6 +74,16 @@ def test_boundary_of_a_pair_is_exact():
         assert tokenizer.decode(example.input_ids[1:-1]) == prompt + completion
     # Control: the joined text has a token over the boundary of the second pair.
     assert tokenizer("hello world")["input_ids"][:3] != tokenizer("hello ")["input_ids"]
+
+
+def test_completion_gets_no_space_of_its_own():
+    """Tokenizers of the SentencePiece kind put a space in front of a text, not of a completion."""
+    tokenizer = metaspace_tokenizer()
+    example = encode(rows({"prompt": "hello ", "completion": "world"}), tokenizer)[0]
+    tokens = tokenizer.convert_ids_to_tokens(example.input_ids.tolist())
+    assert tokens[1:] == ["\u2581hello", "\u2581", "wor", "ld", "</s>"]
+    assert example.supervised.tolist().index(True) == 3
+    assert tokenizer.tokenize("world") == ["\u2581world"]  # control: on its own it gets one
 
 
 def test_pair_ignores_the_chat_template():

@@ -18,6 +18,8 @@ from data_fixtures import (
     rows,
     tiny_tokenizer,
 )
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from jaxft.data.chat import encode
 from jaxft.errors import UserError
@@ -75,6 +77,29 @@ def test_one_bos():
     # A template that prints none is served without one, whatever the tokenizer would add.
     bare = tiny_tokenizer(CHATML.removeprefix("{{ bos_token }}"))
     assert 0 not in one(TWO_TURNS, bare).input_ids
+
+
+def test_key_that_is_null_is_not_there():
+    tokenizer = tiny_tokenizer(CHATML.replace("{{ m.content }}", "{{ m | dictsort }}"))
+    messages = [{**USER, "name": None}, {**ANSWER, "name": "hello", "tool_calls": None}]
+    direct = tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+    text = tokenizer.decode(direct)
+    assert one(messages, tokenizer).input_ids.tolist() == direct
+    assert text.count("name") == 1  # control: the template prints what keys there are
+    assert "None" not in text
+
+
+def test_added_token_past_the_number_of_tokens():
+    """A vocabulary with a hole: the highest id is not the number of tokens less one."""
+    vocab = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "<|end|>": 90}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens(["<s>", "</s>", "<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    example = one([{**USER, "content": "a"}, {**ANSWER, "content": "b"}], tokenizer)
+    assert example.input_ids.tolist() == [2, 90, 3, 90]
+    assert example.supervised.tolist() == [False, False, True, True]
+    assert len(tokenizer) < 90  # control
 
 
 def test_pad_token_equal_to_end_token():
@@ -189,6 +214,24 @@ def test_history_without_turn_end_is_refused():
     )
     with pytest.raises(UserError, match=r"train\.jsonl:1: the chat template puts no turn end"):
         one(TWO_TURNS, tiny_tokenizer(template))
+
+
+def test_history_left_out_is_refused():
+    """A template that shows the last answer only cannot train the others."""
+    template = CHATML.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% endif %}")
+    chat = [USER, ANSWER, {**ANSWER, "content": "hello"}]
+    with pytest.raises(UserError, match=r"train\.jsonl:1: message \d"):
+        one(chat, tiny_tokenizer(template))
+    only = CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}",
+    )
+    with pytest.raises(UserError, match=r"message 3: the chat template leaves this answer out"):
+        one(TWO_TURNS, tiny_tokenizer(only))
+    kept = [dict(message) for message in TWO_TURNS]
+    kept[2]["train"] = False
+    tokenizer = tiny_tokenizer(only)
+    assert labels(one(kept, tokenizer), tokenizer) == IM[1:]
 
 
 def test_marked_blocks_must_match_the_turns():

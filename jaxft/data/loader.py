@@ -1,5 +1,6 @@
 """Batches as a pure function of the examples, the seed and the step number."""
 
+import math
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -35,8 +36,9 @@ class Loader:
     ceil(rows / (batch_size * accumulation_steps)) steps; its last step is filled up with empty
     rows, so no row is left out and none reaches into the next epoch.
 
-    The run is `num_steps` steps where given, else `num_epochs` epochs. Raises ValueError for
-    examples longer than `max_length` (see `apply_overflow`), and for an empty list.
+    The run is `num_steps` steps where given, else `num_epochs` epochs (1.5 ends within the
+    second). Raises ValueError for examples longer than `max_length` (see `apply_overflow`), and
+    for an empty list.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Loader:
         accumulation_steps: int = 1,
         seed: int = 0,
         shuffle: bool = True,
-        num_epochs: int = 1,
+        num_epochs: float = 1,
         num_steps: int | None = None,
     ):
         self.examples = examples
@@ -65,7 +67,7 @@ class Loader:
         per_step = accumulation_steps * micro_rows
         self.steps_per_epoch = -(-self.rows_per_epoch // per_step)
         if num_steps is None:
-            num_steps = num_epochs * self.steps_per_epoch
+            num_steps = math.ceil(num_epochs * self.steps_per_epoch)
         self.num_steps = num_steps
         self.shape = (accumulation_steps, micro_rows, max_length if packing else self._longest())
 

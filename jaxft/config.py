@@ -1,0 +1,367 @@
+"""The configuration of a training run: every option of `python -m jaxft.train`, once.
+
+`parse` reads the command line and an optional `--config run.yaml`; the command line wins. A
+`TrainConfig` made in Python passes the same checks. Names follow TRL's SFT command and PEFT's
+LoraConfig where those have the option; the defaults are chosen for QLoRA.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxft import options
+from jaxft.errors import UserError
+from jaxft.options import option
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+GROUPS = {
+    "model": "The frozen model that is adapted, and how its weights are kept in memory.",
+    "lora": "The adapter: two small matrices A [r, in] and B [out, r] beside each projection.",
+    "data": "What is learned from. Rows are packed into fixed rows of max_length tokens.",
+    "training": "One update averages the loss over all target tokens of its batch rows.",
+    "output": "Where results go and how often something is reported or saved.",
+}
+
+DESCRIPTION = (
+    "Fine-tunes a Llama-family model with LoRA on 4-bit weights and writes a PEFT adapter. "
+    "Every option may also stand in the YAML file of --config, under the same name; the command "
+    "line wins. Booleans: --packing, --packing true, --packing false. Where 'none' is a default, "
+    "the word none sets it back."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole training run. Raises UserError, naming option and value, for what cannot be run."""
+
+    model_name_or_path: str = option(
+        group="model",
+        metavar="PATH",
+        help="Folder with config.json and safetensors files, a .gguf file, or a Hugging Face hub "
+        "id such as meta-llama/Llama-3.2-1B-Instruct.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto",
+        group="model",
+        help="Number format of the computation. auto is bfloat16 on a GPU that has it and float32 "
+        "on a CPU. Adapters, norms, softmax and all sums stay in float32 whatever is chosen.",
+    )
+    load_in_4bit: bool = option(
+        True,
+        group="model",
+        help="Keep the frozen projections as NF4 (half a byte a weight). false keeps the "
+        "checkpoint's own 16- or 32-bit weights: exacter, for four times the memory.",
+    )
+    use_bnb_nested_quant: bool = option(
+        True,
+        group="model",
+        help="Quantise the NF4 scales as well: saves about 0.4 bit a weight. Turn off only to "
+        "match a base that was quantised without it. Without effect when load_in_4bit is false.",
+    )
+
+    lora_r: int = option(
+        16,
+        group="lora",
+        help="Rank of the adapter. 8 suffices for style and format; 32 to 64 for new knowledge "
+        "or large data. Memory and file size grow in proportion.",
+    )
+    lora_alpha: float = option(
+        16.0,
+        group="lora",
+        help="The adapter's output is multiplied by lora_alpha / lora_r. Raise it together with "
+        "lora_r to keep the factor.",
+    )
+    lora_dropout: float = option(
+        0.0,
+        group="lora",
+        help="Share of the adapter's inputs that is zeroed in training, at random and anew at "
+        "each update. 0.05 to 0.1 may help when little data is seen for several epochs.",
+    )
+    lora_target_modules: tuple[str, ...] = option(
+        PROJECTIONS,
+        group="lora",
+        help="Projections that get an adapter. All seven learn best; q_proj v_proj is the "
+        "smallest common choice.",
+    )
+    use_rslora: bool = option(
+        False,
+        group="lora",
+        help="Scale by lora_alpha / sqrt(lora_r) instead, so that a large rank is not muted. "
+        "Worth trying from rank 64 on.",
+    )
+
+    dataset_name: str = option(
+        group="data",
+        metavar="PATH",
+        help="Training data: a .jsonl file, or a folder that holds one for each split. A line is "
+        "an object with messages, or prompt and completion, or instruction (input) and output, or "
+        "text.",
+    )
+    dataset_train_split: str = option(
+        "train",
+        group="data",
+        help="Split to train on when dataset_name is a folder: train means its train.jsonl. A "
+        "single file is one split named train.",
+    )
+    dataset_text_field: str = option(
+        "text",
+        group="data",
+        help="Field that holds plain text, for rows that are neither chats nor pairs. Such rows "
+        "are learned whole; chats and pairs only in the answers.",
+    )
+    max_length: int = option(
+        2048,
+        group="data",
+        help="Tokens in a packed row, and the longest document. Memory grows with it; set it to "
+        "what your longest useful rows need.",
+    )
+    packing: bool = option(
+        True,
+        group="data",
+        help="Fill each row of max_length with as many whole documents as fit; they do not see "
+        "each other. false lays the documents of each batch end to end without padding; batch "
+        "sizes then count documents.",
+    )
+    overflow: Literal["error", "drop", "truncate"] = option(
+        "error",
+        group="data",
+        help="What happens to a document longer than max_length: stop and name it, leave it out, "
+        "or cut its end off. The report before training counts what was dropped or cut.",
+    )
+    eval_dataset_name: str | None = option(
+        None,
+        group="data",
+        metavar="PATH",
+        help="Held-out .jsonl file in the same layouts, for eval_loss.",
+    )
+    eval_split_ratio: float = option(
+        0.0,
+        group="data",
+        help="Share of the training rows to hold out for eval_loss when there is no "
+        "eval_dataset_name; 0.05 is usual. The choice of rows depends on the seed alone.",
+    )
+
+    num_train_epochs: float = option(
+        1.0,
+        group="training",
+        help="Passes over the data; 1.5 ends half-way through the second. One to three are usual.",
+    )
+    max_steps: int = option(
+        -1,
+        group="training",
+        help="Number of updates. A positive number overrides num_train_epochs, -1 leaves it to it.",
+    )
+    per_device_train_batch_size: int = option(
+        4,
+        group="training",
+        help="Rows of max_length a GPU works on at once. Lower it first when memory runs out, and "
+        "raise gradient_accumulation_steps by the same factor.",
+    )
+    per_device_eval_batch_size: int = option(
+        4,
+        group="training",
+        help="The same for evaluation. It does not change eval_loss.",
+    )
+    gradient_accumulation_steps: int = option(
+        1,
+        group="training",
+        help="Batches summed into one update. 1x4, 2x2 and 4x1 of the same rows give the same "
+        "update.",
+    )
+    gradient_checkpointing: Literal["false", "layer", "attention", "offload"] = option(
+        "layer",
+        group="training",
+        true_means="layer",
+        help="What is computed again in the backward pass to save memory. layer (= true): all but "
+        "each layer's input. attention: the attention part only. offload: as layer, with the "
+        "inputs parked in host memory. false: nothing, the fastest if it fits.",
+    )
+    learning_rate: float = option(
+        2e-4,
+        group="training",
+        help="Peak step size of AdamW. 1e-4 to 2e-4 suits LoRA; halve it when the loss jumps.",
+    )
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = option(
+        "cosine",
+        group="training",
+        help="How the step size falls after the warm-up: along a cosine or a line to 0, or not.",
+    )
+    warmup_steps: int = option(
+        0,
+        group="training",
+        help="Updates over which the step size rises to learning_rate. 3 to 5% of all updates "
+        "steady a run that starts badly.",
+    )
+    weight_decay: float = option(
+        0.0,
+        group="training",
+        help="AdamW's decay of the adapter towards 0. The frozen model is never touched.",
+    )
+    max_grad_norm: float = option(
+        1.0,
+        group="training",
+        help="Longer gradients of a whole update are scaled down to this length; 0 never does.",
+    )
+    seed: int = option(
+        42,
+        group="training",
+        help="Seed of the order of rows, the adapter's start, dropout and the held-out share. The "
+        "same seed gives the same run.",
+    )
+
+    output_dir: str = option(
+        group="output",
+        metavar="PATH",
+        help="Folder for the adapter, metrics.jsonl, config.yaml and checkpoints. Made if missing.",
+    )
+    logging_steps: int = option(
+        1,
+        group="output",
+        help="Updates between two lines of metrics.jsonl.",
+    )
+    eval_steps: int | None = option(
+        None,
+        group="output",
+        help="Updates between two evaluations. none evaluates once, at the end, when there is "
+        "evaluation data.",
+    )
+    save_steps: int | None = option(
+        None,
+        group="output",
+        help="Updates between two checkpoints to resume from. none saves at the end and when the "
+        "run is stopped by a signal.",
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        group="output",
+        metavar="{latest,PATH}",
+        help="Go on from a checkpoint of the same run: latest takes the newest whole one in "
+        "output_dir, a path takes that one. The run continues as if it had never stopped.",
+    )
+    report_to: Literal["none", "tensorboard", "wandb"] = option(
+        "none",
+        group="output",
+        help="Send the metrics to TensorBoard or Weights & Biases too; install the extra of that "
+        "name first.",
+    )
+
+    def __post_init__(self) -> None:
+        """Reads every field by the one set of rules, then checks ranges and combinations."""
+        options.normalise(self)
+        _check_ranges(self)
+        _check_combinations(self)
+
+
+# Inclusive lower bounds.
+_AT_LEAST: dict[str, float] = {
+    "lora_r": 1,
+    "max_length": 2,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "seed": 0,
+    "logging_steps": 1,
+    "eval_steps": 1,
+    "save_steps": 1,
+}
+_ABOVE_ZERO = ("lora_alpha", "num_train_epochs")
+_SHARES = ("lora_dropout", "eval_split_ratio")
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if value is None:
+            continue
+        if name in _AT_LEAST and value < _AT_LEAST[name]:
+            raise UserError(f"--{name} must be at least {_AT_LEAST[name]:g}, got {value}")
+        if name in _ABOVE_ZERO and value <= 0:
+            raise UserError(f"--{name} must be above 0, got {value:g}")
+        if name in _SHARES and not 0 <= value < 1:
+            raise UserError(f"--{name} must be at least 0 and below 1, got {value:g}")
+        if value == "":
+            raise UserError(f"--{name} must not be empty")
+    if config.max_steps != -1 and config.max_steps < 1:
+        raise UserError(
+            f"--max_steps must be at least 1, or -1 for whole epochs, got {config.max_steps}"
+        )
+    if config.seed >= 2**32:
+        raise UserError(f"--seed must be below 2**32, got {config.seed}")
+
+
+def _check_combinations(config: TrainConfig) -> None:
+    modules = config.lora_target_modules
+    for module in modules:
+        if module not in PROJECTIONS:
+            raise UserError(
+                f"--lora_target_modules: unknown module {module!r}; known are "
+                + " ".join(PROJECTIONS)
+            )
+    if not modules or len(set(modules)) < len(modules):
+        raise UserError(
+            "--lora_target_modules must name at least one module, each once; got "
+            + (" ".join(modules) or "none")
+        )
+    if config.eval_dataset_name is not None and config.eval_split_ratio > 0:
+        raise UserError(
+            f"--eval_dataset_name {config.eval_dataset_name} and --eval_split_ratio "
+            f"{config.eval_split_ratio:g} both name evaluation data: give one of them"
+        )
+    if config.eval_steps and config.eval_dataset_name is None and config.eval_split_ratio == 0:
+        raise UserError(
+            f"--eval_steps {config.eval_steps} has no evaluation data: "
+            "add --eval_dataset_name or --eval_split_ratio"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CommandLine(TrainConfig):
+    """The options and the one that only the command line has."""
+
+    config: str | None = option(
+        None,
+        group="config",
+        metavar="RUN.YAML",
+        help="YAML file with any of the options below as `name: value` lines. The config.yaml in "
+        "a finished run's folder repeats that run.",
+    )
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """The run described by a command line (without the program's name) and its `--config` file.
+
+    Raises UserError in one line for anything that is unknown, missing or out of range. `--help`
+    prints and leaves through SystemExit(0).
+    """
+    given = options.read_command_line(
+        _CommandLine,
+        argv,
+        prog="python -m jaxft.train",
+        description=DESCRIPTION,
+        groups={"config": "A file of options.", **GROUPS},
+    )
+    path = given.pop("config", None)
+    return _make(({} if path is None else options.read_yaml(TrainConfig, path)) | given)
+
+
+def from_yaml(path: str | Path) -> TrainConfig:
+    """The run described by a YAML file alone; UserError as `parse`."""
+    return _make(options.read_yaml(TrainConfig, path))
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """All options of a run as YAML text, which `from_yaml` reads back to an equal config."""
+    return options.dump_yaml(config)
+
+
+def _make(given: dict[str, Any]) -> TrainConfig:
+    for name in ("model_name_or_path", "dataset_name", "output_dir"):
+        if name not in given:
+            raise UserError(f"--{name} is required, on the command line or in the --config file")
+    return TrainConfig(**given)

@@ -1,0 +1,33 @@
+"""From a trained model to the files that Hugging Face tools load."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxft.formats.modelcard import write_model_card
+from jaxft.formats.peft import AdapterConfig, save_adapter
+from jaxft.formats.tokenizers import save_tokenizer
+from jaxft.formats.weights import Checkpoint
+from jaxft.lora import adapter_arrays
+from jaxft.model.decoder import Decoder
+
+
+def export_adapter(
+    folder: Path,
+    decoder: Decoder,
+    config: AdapterConfig,
+    checkpoint: Checkpoint,
+    summary: Mapping[str, Any],
+) -> None:
+    """Write the adapter, the tokenizer and a model card; the adapter is read back and compared.
+
+    Args:
+      folder: where to; made if missing.
+      decoder: the model with its trained adapters.
+      config: what the adapter's configuration says.
+      checkpoint: of the base model, for the tokenizer.
+      summary: facts of the run for the card.
+    """
+    save_tokenizer(folder, checkpoint.tokenizer())
+    write_model_card(folder, base_model=config.base_model_name_or_path, summary=summary)
+    save_adapter(folder, config, adapter_arrays(decoder))

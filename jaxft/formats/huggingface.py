@@ -1,0 +1,127 @@
+"""A Hugging Face model folder: config.json, safetensors (one file or shards), tokenizer.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxft.errors import UserError
+from jaxft.formats.files import (
+    TensorInfo,
+    read_float_tensor,
+    read_json,
+    read_safetensors_header,
+)
+from jaxft.formats.tokenizers import folder_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class HuggingFaceFolder:
+    """`Checkpoint` of a model folder. Opening it reads and checks every header, no tensor.
+
+    Raises UserError, naming file and tensor, for a folder that is missing, incomplete or damaged,
+    that holds only an adapter or only pickled weights, or whose weights are quantised already.
+    """
+
+    def __init__(self, path: Path | str, source: str | None = None) -> None:
+        self.path = Path(path).absolute()
+        self.source = str(path) if source is None else source
+        if not self.path.is_dir():
+            raise UserError(f"model folder does not exist: {self.path}")
+        self.config = _read_config(self.path)
+        generation = self.path / "generation_config.json"
+        self.generation_config: dict[str, Any] | None = (
+            read_json(generation) if generation.is_file() else None
+        )
+        self._tensors = _locate(self.path)
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape from the header."""
+        return self._tensors[name].shape
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, memory-mapped and copied; float32, float16 or bfloat16."""
+        return read_float_tensor(name, self._tensors[name])
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of tokenizer.json with the folder's special tokens and chat template."""
+        return folder_tokenizer(self.path)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(
+                f"{folder}: holds a PEFT adapter, not a model; give the base model it belongs to "
+                "(base_model_name_or_path in its adapter_config.json)"
+            )
+        raise UserError(f"{folder}: has no config.json, so it is not a model folder")
+    config = read_json(path)
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UserError(
+            f"{path}: the weights are already quantised ({method or quantization}); "
+            "checkpoints of that kind are not read yet, give the 16- or 32-bit model"
+        )
+    return config
+
+
+def _locate(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the folder's weight files; files beside them are ignored."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file():
+        return _locate_sharded(index)
+    if single.is_file():
+        return read_safetensors_header(single)
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
+    if any(name.endswith(".safetensors") for name in others):
+        raise UserError(
+            f"{folder}: has {others[-1]} but neither {SINGLE} nor {INDEX}; incomplete download?"
+        )
+    if others:
+        raise UserError(
+            f"{folder}: holds only {others[0]}; pickled weights are not read, "
+            f"save the model as safetensors (save_pretrained in transformers does)"
+        )
+    raise UserError(f"{folder}: has no weights ({SINGLE} or {INDEX}); incomplete download?")
+
+
+def _locate_sharded(index: Path) -> dict[str, TensorInfo]:
+    """The union of the shards named by the index; where a tensor is twice, the index decides."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: has no weight_map")
+    shards = sorted(set(weight_map.values()))
+    if (index.parent / SINGLE).is_file() and SINGLE not in shards:
+        raise UserError(
+            f"{index.parent}: holds both {SINGLE} and {INDEX}, which does not name it; remove one"
+        )
+    headers = {shard: read_safetensors_header(index.parent / shard) for shard in shards}
+    tensors: dict[str, TensorInfo] = {}
+    for name, shard in weight_map.items():
+        if name not in headers[shard]:
+            raise UserError(
+                f"{index.parent / shard}: tensor {name} is missing, though {INDEX} places it there"
+            )
+        tensors[name] = headers[shard][name]
+    for shard in shards:
+        for name, info in headers[shard].items():
+            if name not in weight_map and tensors.setdefault(name, info) is not info:
+                raise UserError(
+                    f"{index.parent}: tensor {name} is in {tensors[name].path.name} and in {shard} "
+                    f"and {INDEX} does not say which counts"
+                )
+    return tensors

@@ -1,0 +1,164 @@
+"""From a checkpoint to a decoder on the device, one tensor at a time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxft.errors import UserError
+from jaxft.formats.weights import Checkpoint
+from jaxft.model.config import LayerConfig, ModelConfig, read_config
+from jaxft.model.decoder import Decoder
+from jaxft.model.layer import Group, Layer
+from jaxft.quant import NF4, Dense, Storage
+
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+# Old converters wrote these; the model works its frequencies out from config.json.
+DERIVED = ("rotary_emb.inv_freq",)
+
+Progress = Callable[[int, int], None]  # layers loaded, layers in all
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    storage: Storage,
+    progress: Progress = lambda done, total: None,
+) -> Decoder:
+    """The checkpoint's model, its weights stored as `storage` says.
+
+    Every name and shape is checked before a weight is read. Host memory holds one tensor at a
+    time; the stacked tensors of a group of layers are filled in place on the device.
+
+    Raises:
+      UserError: a tensor that is missing, left over or of another shape, by its name.
+    """
+    config = settle_head(read_config(checkpoint.config), checkpoint)
+    abstract = nnx.eval_shape(lambda: _blank(config, storage))
+    structure, state = nnx.split(abstract)
+    flat = dict(nnx.to_flat_state(state))
+    _check(dict(_wanted(abstract, flat)), checkpoint)
+    tensors: dict[tuple, Any] = {}
+    loaded = 0
+    for path in flat:
+        if path[0] != "groups":
+            tensors[path] = storage.other(jnp.asarray(checkpoint.read(_outer_name(path))))
+    for number, group in enumerate(abstract.groups):
+        paths = [path for path in flat if path[:2] == ("groups", number)]
+        for i in range(group.size):
+            for path in paths:
+                name = _layer_name(group.first + i, path)
+                value = _stored(checkpoint.read(name), flat[path].get_value(), storage)
+                if i == 0:
+                    tensors[path] = _room(value, group.size)
+                tensors[path] = _put(tensors[path], value, i, name)
+            loaded += 1
+            progress(loaded, len(config.layers))
+    filled = {path: variable.replace(tensors[path]) for path, variable in flat.items()}
+    return nnx.merge(structure, nnx.from_flat_state(filled))
+
+
+def settle_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """The configuration with the output head that the checkpoint really has.
+
+    A checkpoint whose config ties the head to the embeddings may hold a head all the same. Where
+    both are equal they stay tied; where they differ the head is a matrix of its own, as
+    transformers 5 reads it.
+    """
+    if not config.tie_word_embeddings or HEAD not in checkpoint.names():
+        return config
+    same = np.array_equal(checkpoint.read(HEAD), checkpoint.read(TABLE))
+    return replace(config, tie_word_embeddings=same)
+
+
+def _blank(config: ModelConfig, storage: Storage) -> Decoder:
+    """A decoder without values: only its structure and shapes are used."""
+
+    def group(layer: LayerConfig, first: int, size: int) -> Group:
+        structure, state = nnx.split(Layer(config, layer, storage))
+        stacked = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), state)
+        return Group(nnx.merge(structure, stacked), first, size)
+
+    return Decoder(config, [group(*run) for run in _runs(config.layers)], storage.compute)
+
+
+def _runs(layers: tuple[LayerConfig, ...]) -> Iterator[tuple[LayerConfig, int, int]]:
+    """Runs of equal neighbours: their configuration, the number of the first, how many."""
+    first = 0
+    for i in range(1, len(layers) + 1):
+        if i == len(layers) or layers[i] != layers[first]:
+            yield layers[first], first, i - first
+            first = i
+
+
+def _outer_name(path: tuple) -> str:
+    """The checkpoint's name of a tensor outside the layers."""
+    name = ".".join(path)
+    return name if path[0] == "lm_head" else f"model.{name}"
+
+
+def _layer_name(number: int, path: tuple) -> str:
+    """The checkpoint's name of a tensor `("groups", g, "layers", ...)` in layer `number`."""
+    return ".".join(("model.layers", str(number), *path[3:]))
+
+
+def _wanted(decoder: Decoder, flat: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor the decoder takes from a checkpoint."""
+    for path, variable in flat.items():
+        value = variable.get_value()
+        if path[0] != "groups":
+            yield _outer_name(path), value.shape
+            continue
+        group = decoder.groups[path[1]]
+        match value:
+            case NF4():
+                shape = value.shape
+            case Dense():
+                shape = value.array.shape[1:]
+            case _:
+                shape = value.shape[1:]
+        for i in range(group.size):
+            yield _layer_name(group.first + i, path), shape
+
+
+def _check(wanted: dict[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
+    names = checkpoint.names()
+    for name, shape in wanted.items():
+        if name not in names:
+            raise UserError(f"{checkpoint.source}: tensor {name} is missing")
+        if checkpoint.shape(name) != shape:
+            raise UserError(
+                f"{checkpoint.source}: tensor {name} has shape {checkpoint.shape(name)}, "
+                f"config.json asks for {shape}"
+            )
+    tied = {HEAD} if HEAD not in wanted else set()  # equal to the table: `settle_head` looked
+    for name in sorted(names - wanted.keys() - tied):
+        if not name.endswith(DERIVED):
+            raise UserError(f"{checkpoint.source}: tensor {name} has no place in this model")
+
+
+def _stored(array: np.ndarray, kind: Any, storage: Storage) -> Any:
+    """A layer's tensor in the form of the abstract value `kind`."""
+    matrix = isinstance(kind, NF4 | Dense)
+    return (storage.matrix if matrix else storage.other)(jnp.asarray(array))
+
+
+def _room(value: Any, size: int) -> Any:
+    """Zeros for `size` values like this one, stacked."""
+    return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), value)
+
+
+def _put(stacked: Any, value: Any, i: int, name: str) -> Any:
+    kinds = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (stacked, value)]
+    if kinds[0] != kinds[1]:
+        raise UserError(f"tensor {name} is {kinds[1][0]}, its neighbours are {kinds[0][0]}")
+    return _set(stacked, value, i)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set(stacked: Any, value: Any, i: int) -> Any:
+    return jax.tree.map(lambda rows, row: rows.at[i].set(row), stacked, value)

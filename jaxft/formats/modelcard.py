@@ -1,0 +1,66 @@
+"""The README.md beside an adapter: what it is, how it was trained, how to use it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxft.formats.files import replacing_files
+
+_BODY = """\
+# {title}
+
+A LoRA adapter for `{base}`, trained with jaxft.
+
+## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained({base!r})
+model = PeftModel.from_pretrained(base, {title!r})
+tokenizer = AutoTokenizer.from_pretrained({title!r})
+```
+{note}
+## Run
+
+| | |
+|---|---|
+{rows}
+"""
+_LOCAL = "\nThe base model was a local path; put the place where others find it instead.\n"
+
+
+def write_model_card(folder: Path, *, base_model: str, summary: Mapping[str, Any]) -> None:
+    """Write README.md with the front matter the Hugging Face hub reads and `summary` as a table.
+
+    `base_model` stands in the front matter only if it is shaped like a hub id and is no local path,
+    because the hub refuses other values; the text names it as it was given.
+    """
+    folder = Path(folder)
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists()
+    front = {
+        **({"base_model": base_model} if is_hub_id else {}),
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "jaxft"],
+    }
+    rows = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in summary.items())
+    body = _BODY.format(
+        title=folder.absolute().name,
+        base=base_model,
+        note="" if is_hub_id else _LOCAL,
+        rows=rows,
+    )
+    with replacing_files(folder) as temporary:
+        text = f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n\n{body}"
+        (temporary / "README.md").write_text(text, encoding="utf-8")
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,0 +1,7 @@
+"""The two kinds of variables: frozen ones here, trained ones are `nnx.Param`."""
+
+from flax import nnx
+
+
+class Frozen(nnx.Variable):
+    """A tensor, or a stored weight, that training never changes."""

@@ -1,0 +1,179 @@
+"""Everything about a run's data that is known before the model is loaded."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from jaxft.config import TrainConfig
+from jaxft.data.chat import encode
+from jaxft.data.examples import (
+    Example,
+    OverflowReport,
+    apply_overflow,
+    check_token_ids,
+    split_examples,
+)
+from jaxft.data.loader import Loader
+from jaxft.data.report import Statistics, statistics
+from jaxft.data.sources import read_rows, resolve
+from jaxft.errors import UserError
+from jaxft.model.config import ModelConfig
+
+Sections = Mapping[str, Sequence[tuple[str, object]]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Loaders of a run, and what is said of them.
+
+    Attributes:
+      train: batches of `[A, B, T]` by step.
+      evaluation: every held-out row once; None where nothing is held out.
+      statistics: of an epoch of training.
+      fingerprint: of the training rows in their order, as token ids and masks.
+    """
+
+    train: Loader
+    evaluation: Loader | None
+    statistics: Statistics
+    fingerprint: str
+
+
+def prepare_data(
+    config: TrainConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerFast
+) -> Data:
+    """Read, encode, check and pack the rows that `config` names.
+
+    Raises:
+      UserError: a file, row, token or length that cannot be trained on.
+    """
+    if config.max_length > model.max_position_embeddings:
+        raise UserError(
+            f"--max_length {config.max_length} is more than the model's "
+            f"max_position_embeddings {model.max_position_embeddings}"
+        )
+    rows, overflow = _examples(
+        config, model, tokenizer, config.dataset_name, config.dataset_train_split
+    )
+    held_out: list[Example] = []
+    if config.eval_split_ratio:
+        rows, held_out = split_examples(rows, config.eval_split_ratio, config.seed)
+    elif config.eval_dataset_name:
+        held_out, _ = _examples(config, model, tokenizer, config.eval_dataset_name, "train")
+    train = Loader(
+        rows,
+        max_length=config.max_length,
+        packing=config.packing,
+        batch_size=config.per_device_train_batch_size,
+        accumulation_steps=config.gradient_accumulation_steps,
+        seed=config.seed,
+        num_epochs=config.num_train_epochs,
+        num_steps=None if config.max_steps == -1 else config.max_steps,
+    )
+    evaluation = held_out and Loader(
+        held_out,
+        max_length=config.max_length,
+        packing=config.packing,
+        batch_size=config.per_device_eval_batch_size,
+        shuffle=False,
+    )
+    numbers = statistics(train, tokenizer, overflow)
+    return Data(train, evaluation or None, numbers, _fingerprint(rows))
+
+
+def _examples(
+    config: TrainConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    split: str,
+) -> tuple[list[Example], OverflowReport]:
+    rows = read_rows(resolve(name, split))
+    examples = encode(rows, tokenizer, text_field=config.dataset_text_field)
+    check_token_ids(examples, tokenizer, model.vocab_size)
+    return apply_overflow(examples, config.max_length, config.overflow)
+
+
+def _fingerprint(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(np.int64(len(example)).tobytes())
+        digest.update(example.input_ids.tobytes())
+        digest.update(example.supervised.tobytes())
+    return digest.hexdigest()
+
+
+def preflight(
+    config: TrainConfig, model: ModelConfig, data: Data, dtype: str, start: int
+) -> Sections:
+    """What the run will do, for `report.print_preflight`."""
+    numbers, loader = data.statistics, data.train
+    device = jax.devices()[0]
+    per_layer = _adapter_size(config, model)
+    sections: dict[str, list[tuple[str, object]]] = {
+        "model": [
+            ("base", config.model_name_or_path),
+            ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
+            ("trainable", f"{per_layer * len(model.layers):,} parameters, rank {config.lora_r}"),
+        ],
+        "data": [
+            ("documents", _documents(numbers)),
+            (
+                "tokens an epoch",
+                f"{numbers.tokens:,}, {numbers.supervised_share:.1%} supervised",
+            ),
+            (
+                "rows an epoch",
+                f"{numbers.rows_per_epoch:,} of {loader.shape[2]:,} tokens, "
+                f"{numbers.packing_efficiency:.1%} full",
+            ),
+            ("longest", f"{numbers.longest:,} tokens ({numbers.longest_origin})"),
+            ("answers end in", ", ".join(f"{t!r} {share:.0%}" for t, share in numbers.endings)),
+        ],
+        "run": [
+            (
+                "updates",
+                f"{loader.num_steps:,} of {loader.shape[0]} x {loader.shape[1]} rows"
+                + (f", from {start:,} on" if start else ""),
+            ),
+            ("kernels", "xla"),
+            ("output", config.output_dir),
+        ],
+    }
+    if data.evaluation:
+        sections["data"].append(("held out", f"{len(data.evaluation.examples):,} documents"))
+    return sections
+
+
+def _weights(config: TrainConfig) -> str:
+    if not config.load_in_4bit:
+        return "as in the checkpoint"
+    return "NF4" + (" with double quantisation" if config.use_bnb_nested_quant else "")
+
+
+def _documents(numbers: Statistics) -> str:
+    changed = [
+        f"{count:,} {what}"
+        for count, what in ((numbers.dropped, "too long, dropped"), (numbers.truncated, "cut"))
+        if count
+    ]
+    return ", ".join([f"{numbers.documents:,}", *changed])
+
+
+def _adapter_size(config: TrainConfig, model: ModelConfig) -> int:
+    hidden, wide = model.hidden_size, model.intermediate_size
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    sides = {
+        "q_proj": hidden + query,
+        "k_proj": hidden + key,
+        "v_proj": hidden + key,
+        "o_proj": query + hidden,
+        "gate_proj": hidden + wide,
+        "up_proj": hidden + wide,
+        "down_proj": wide + hidden,
+    }
+    return config.lora_r * sum(sides[name] for name in config.lora_target_modules)

@@ -1,0 +1,107 @@
+"""Where a run's numbers go: metrics.jsonl, and where asked TensorBoard or Weights & Biases."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxft.config import TrainConfig
+from jaxft.errors import UserError
+
+
+class Sink(Protocol):
+    """A place that takes numbers by step."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record these values."""
+        ...
+
+    def close(self) -> None:
+        """Finish."""
+        ...
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a logged step. Opening it drops what lies after `step`."""
+
+    def __init__(self, path: Path, step: int):
+        kept = []
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if line and json.loads(line)["step"] <= step]
+        temporary = path.with_suffix(".part")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a line and flush it."""
+        print(json.dumps({"step": step, **values}), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in a run's folder, through the tensorboard package alone."""
+
+    def __init__(self, folder: Path):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record these values as scalars."""
+        scalars = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        ]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars))
+        self._writer.add_event(event)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        import wandb
+
+        self._run = wandb.init(dir=str(folder), config=dict(config))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record these values."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def open_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:
+    """metrics.jsonl up to `step`, and what `report_to` names.
+
+    Raises:
+      UserError: the package that `report_to` needs is not installed.
+    """
+    extra: list[Sink] = []
+    try:
+        if config.report_to == "tensorboard":
+            extra = [TensorBoard(folder)]
+        elif config.report_to == "wandb":
+            extra = [WandB(folder, asdict(config))]
+    except ModuleNotFoundError as fault:
+        raise UserError(
+            f"--report_to {config.report_to} needs the package {fault.name!r}: "
+            f"pip install 'jaxft[{config.report_to}]'"
+        ) from fault
+    return [MetricsFile(folder / "metrics.jsonl", step), *extra]

@@ -1,0 +1,227 @@
+"""python -m jaxft.train: a model and a file of conversations in, a PEFT adapter out.
+
+`run` reads from top to bottom: data, model, one visible loop, adapter. What can be wrong with the
+input is found before the model is loaded.
+"""
+
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from signal import Signals
+
+import numpy as np
+from flax import nnx
+
+from jaxft import cli
+from jaxft.config import TrainConfig, parse
+from jaxft.data.loader import Loader
+from jaxft.device import cache_compilations, check_checkpointing, compute_dtype
+from jaxft.export import export_adapter
+from jaxft.formats.checkpoint import Checkpoints
+from jaxft.formats.loading import load_decoder
+from jaxft.formats.open import open_checkpoint
+from jaxft.formats.peft import AdapterConfig
+from jaxft.lora import LoraConfig, add_adapters
+from jaxft.metrics import Recorder
+from jaxft.model.config import read_config
+from jaxft.model.decoder import Decoder
+from jaxft.optim import OptimConfig, make_optimizer, make_schedule
+from jaxft.prepare import Data, preflight, prepare_data
+from jaxft.quant import Storage
+from jaxft.report import (
+    StepDisplay,
+    duration,
+    make_console,
+    print_preflight,
+    progress_bar,
+    training_display,
+)
+from jaxft.run_folder import Start, find_start, open_run_folder, run_identity
+from jaxft.signals import stop_request
+from jaxft.sinks import open_sinks
+from jaxft.step import EvalStep, init_state, make_eval_step, make_train_step, split
+
+
+def main(argv: list[str]) -> int:
+    """The command; its exit code is 0, or 128 + the signal that stopped the run."""
+    return run(parse(argv))
+
+
+def run(config: TrainConfig) -> int:
+    """Train an adapter as `config` says and write it to its output folder.
+
+    Returns:
+      0, or 128 + the number of the signal that stopped the run after saving a checkpoint.
+
+    Raises:
+      UserError: an input that cannot be used, named in one line.
+    """
+    cache_compilations()
+    console = make_console()
+    check_checkpointing(config.gradient_checkpointing)
+    checkpoint = open_checkpoint(config.model_name_or_path)
+    model = read_config(checkpoint.config)
+    data = prepare_data(config, model, checkpoint.tokenizer())
+    identity = run_identity(config, data.fingerprint, data.train.num_steps)
+    start = find_start(config, identity)
+    dtype = compute_dtype(config.dtype)
+    print_preflight(preflight(config, model, data, dtype.name, start.step), console)
+
+    storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
+    with progress_bar("loading layers", console) as progress:
+        decoder = load_decoder(checkpoint, storage, progress)
+    add_adapters(decoder, _lora_config(config), config.seed)
+    folder = open_run_folder(config)
+    with training_display(data.train.num_steps, start.step, console) as display:
+        stopped = train(config, decoder, data, start, identity, folder, display)
+    if stopped is not None:
+        return 128 + stopped
+    export_adapter(folder, decoder, _adapter_config(config), checkpoint, _summary(config, data))
+    console.print(f"adapter written to {folder}")
+    return 0
+
+
+def train(
+    config: TrainConfig,
+    decoder: Decoder,
+    data: Data,
+    start: Start,
+    identity: dict,
+    folder: Path,
+    display: StepDisplay,
+) -> Signals | None:
+    """The loop: every update from `start` on. The decoder's adapters are trained in place.
+
+    Returns:
+      The signal that stopped it; None when all updates were done.
+    """
+    loader, total = data.train, data.train.num_steps
+    structure, trained, frozen = split(decoder)
+    optimizer = make_optimizer(_optim_config(config))
+    state = init_state(trained, optimizer)
+    if start.folder is not None:
+        with closing(Checkpoints(start.folder)) as source:
+            state = source.restore(start.step, state)
+    update = make_train_step(
+        structure,
+        optimizer,
+        make_schedule(_optim_config(config), total),
+        seed=config.seed,
+        dropout=config.lora_dropout > 0,
+        checkpointing=config.gradient_checkpointing,
+    )
+    evaluate = make_eval_step(structure)
+
+    with ExitStack() as stack:
+        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints")))
+        sinks = [
+            stack.enter_context(closing(sink)) for sink in open_sinks(config, folder, start.step)
+        ]
+        recorder = Recorder(sinks, display, decoder.config, total, config.logging_steps)
+        stop = stack.enter_context(stop_request())
+        step = start.step
+        if step < total:
+            began = time.perf_counter()
+            update = update.lower(state, frozen, loader.batch(step)).compile()
+            display.note(f"compiled the update in {duration(time.perf_counter() - began)}")
+        if step == 0:
+            _evaluate(evaluate, state.trained, frozen, data.evaluation, 0, recorder, display)
+        recorder.restart_clock()
+        stopped = None
+        while step < total and stopped is None:
+            batch = loader.batch(step)
+            state, metrics = update(state, frozen, batch)
+            step += 1
+            recorder.add(step, metrics, int(np.count_nonzero(batch["segment_ids"])))
+            stopped = stop.signal  # read once: it may be set at any moment
+            save = stopped is not None or step == total or _due(step, config.save_steps)
+            evaluation = stopped is None and (step == total or _due(step, config.eval_steps))
+            if save or evaluation:
+                recorder.flush()
+            if save:
+                checkpoints.save(step, state, identity)
+            if evaluation:
+                _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
+            recorder.restart_clock()
+    nnx.update(decoder, state.trained)
+    if step < total:
+        display.note(
+            f"stopped by {stopped.name} after update {step} of {total}; go on with the same "
+            "command and --resume_from_checkpoint latest"
+        )
+    return stopped if step < total else None
+
+
+def _evaluate(
+    evaluate: EvalStep,
+    trained: nnx.State,
+    frozen: nnx.State,
+    loader: Loader | None,
+    step: int,
+    recorder: Recorder,
+    display: StepDisplay,
+) -> None:
+    """Mean loss over every target of the held-out rows, whatever the batches."""
+    if loader is None:
+        return
+    total, targets = 0.0, 0
+    for i in range(loader.num_steps):
+        display.status(f"evaluating {i + 1}/{loader.num_steps}")
+        batch_total, count = evaluate(trained, frozen, loader.batch(i))
+        total, targets = total + float(batch_total), targets + int(count)
+    loss = total / targets
+    recorder.write(step, {"eval_loss": loss})
+    display.note(f"update {step}: eval_loss {loss:.4f}")
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _lora_config(config: TrainConfig) -> LoraConfig:
+    return LoraConfig(
+        config.lora_r,
+        config.lora_alpha,
+        config.lora_dropout,
+        config.lora_target_modules,
+        config.use_rslora,
+    )
+
+
+def _adapter_config(config: TrainConfig) -> AdapterConfig:
+    return AdapterConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        use_rslora=config.use_rslora,
+        base_model_name_or_path=config.model_name_or_path,
+    )
+
+
+def _summary(config: TrainConfig, data: Data) -> dict[str, object]:
+    """Facts of the run for the model card."""
+    numbers = data.statistics
+    return {
+        "data": config.dataset_name,
+        "documents": numbers.documents,
+        "tokens an epoch": numbers.tokens,
+        "updates": data.train.num_steps,
+        "learning rate": config.learning_rate,
+        "rank": config.lora_r,
+        "base weights": "NF4" if config.load_in_4bit else "as in the checkpoint",
+    }
+
+
+def _optim_config(config: TrainConfig) -> OptimConfig:
+    return OptimConfig(
+        config.learning_rate,
+        config.lr_scheduler_type,
+        config.warmup_steps,
+        config.weight_decay,
+        config.max_grad_norm,
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

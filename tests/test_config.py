@@ -1,0 +1,300 @@
+"""Options: names, defaults, reading rules, the YAML file, and one clear line for every fault."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxft import config
+from jaxft.config import GROUPS, PROJECTIONS, TrainConfig
+from jaxft.errors import UserError
+from jaxft.options import nearest
+
+REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--output_dir", "out"]
+
+
+def parse(*args: str) -> TrainConfig:
+    return config.parse([*REQUIRED, *args])
+
+
+def complaint(*args: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_defaults_are_the_documented_ones():
+    got = dataclasses.asdict(parse())
+    expected = {
+        "dtype": "auto",
+        "load_in_4bit": True,
+        "use_bnb_nested_quant": True,
+        "lora_r": 16,
+        "lora_alpha": 16.0,
+        "lora_dropout": 0.0,
+        "lora_target_modules": PROJECTIONS,
+        "use_rslora": False,
+        "max_length": 2048,
+        "packing": True,
+        "overflow": "error",
+        "num_train_epochs": 1.0,
+        "max_steps": -1,
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": "layer",
+        "resume_from_checkpoint": None,
+        "report_to": "none",
+    }
+    assert {name: got[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], True),
+        *((word, True) for word in ("true", "True", "yes", "y", "t", "1")),
+        *((word, False) for word in ("false", "False", "no", "n", "f", "0")),
+    ],
+)
+@pytest.mark.parametrize("name", ["packing", "load_in_4bit", "use_rslora"])
+def test_booleans_read_as_hugging_face_reads_them(name, words, value):
+    words = [words] if isinstance(words, str) else words
+    # Followed by another option, so that a bare flag may not swallow it.
+    got = parse(f"--{name}", *words, "--seed", "7")
+    assert getattr(got, name) is value
+    assert got.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], "layer"),
+        (["true"], "layer"),
+        (["True"], "layer"),
+        (["false"], "false"),
+        (["no"], "false"),
+        (["attention"], "attention"),
+        (["offload"], "offload"),
+    ],
+)
+def test_gradient_checkpointing_is_a_boolean_or_a_policy(words, value):
+    assert parse("--gradient_checkpointing", *words).gradient_checkpointing == value
+
+
+def test_spellings_of_names_and_values():
+    got = parse("--learning-rate=1e-4", "--max_steps", "-1", "--num_train_epochs", "1.5")
+    assert (got.learning_rate, got.max_steps, got.num_train_epochs) == (1e-4, -1, 1.5)
+    got = parse("--lora_target_modules", "q_proj", "v_proj", "--save_steps", "none")
+    assert (got.lora_target_modules, got.save_steps) == (("q_proj", "v_proj"), None)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--learning_rat", "1"], ["unknown option --learning_rat", "--learning_rate"]),
+        (["--lr", "1"], ["unknown option --lr", "--learning_rate"]),
+        (["--epochs=2"], ["unknown option --epochs", "--num_train_epochs"]),
+        (["--zzzzzz", "1"], ["unknown option --zzzzzz", "--help"]),
+        (["--no_packing"], ["--no_packing", "--packing false"]),
+        (["--dtype", "fp16"], ["--dtype", "'fp16'", "auto, bfloat16, float16, float32"]),
+        (["--gradient_checkpointing", "some"], ["'some'", "true, false, layer, attention"]),
+        (["--packing", "perhaps"], ["--packing", "'perhaps'", "true or false"]),
+        (["--lora_r", "many"], ["--lora_r", "'many'", "whole number"]),
+        (["--lora_r", "1.5"], ["--lora_r", "'1.5'", "whole number"]),
+        (["--learning_rate", "nan"], ["--learning_rate", "'nan'", "finite"]),
+        (["--lora_r"], ["--lora_r needs a value"]),
+        (["--lora_r", "8", "9"], ["--lora_r takes one value", "'8 9'"]),
+        (["--lora_target_modules", "q_proj", "qkv"], ["'qkv'", *PROJECTIONS]),
+        (["--lora_target_modules", "q_proj", "q_proj"], ["each once", "q_proj q_proj"]),
+        (["--output_dir", ""], ["--output_dir must not be empty"]),
+        (["--lora_r", "0"], ["--lora_r", "at least 1", "got 0"]),
+        (["--lora_alpha", "0"], ["--lora_alpha", "above 0", "got 0"]),
+        (["--lora_dropout", "1"], ["--lora_dropout", "below 1", "got 1"]),
+        (["--lora_dropout", "-0.1"], ["--lora_dropout", "at least 0", "got -0.1"]),
+        (["--learning_rate", "-1e-4"], ["--learning_rate", "at least 0", "-0.0001"]),
+        (["--max_length", "1"], ["--max_length", "at least 2", "got 1"]),
+        (["--max_steps", "0"], ["--max_steps", "or -1", "got 0"]),
+        (["--num_train_epochs", "0"], ["--num_train_epochs", "above 0"]),
+        (["--eval_split_ratio", "1.0"], ["--eval_split_ratio", "below 1"]),
+        (["--save_steps", "0"], ["--save_steps", "at least 1"]),
+        (["--seed", "4294967296"], ["--seed", "below 2**32"]),
+        (["--eval_steps", "5"], ["--eval_steps 5", "--eval_dataset_name"]),
+        (
+            ["--eval_dataset_name", "e", "--eval_split_ratio", "0.1"],
+            ["--eval_dataset_name e", "--eval_split_ratio 0.1"],
+        ),
+    ],
+)
+def test_a_fault_is_one_line_that_names_option_and_value(args, parts):
+    message = complaint(*args)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("missing", REQUIRED[::2])
+def test_a_required_option_is_asked_for(missing):
+    at = REQUIRED.index(missing)
+    with pytest.raises(UserError, match=f"{missing} is required"):
+        config.parse(REQUIRED[:at] + REQUIRED[at + 2 :])
+
+
+def test_a_stray_word_is_refused():
+    with pytest.raises(UserError, match="'stray'"):
+        config.parse(["stray", *REQUIRED])
+
+
+def test_the_command_line_wins_over_yaml(tmp_path):
+    path = write(
+        tmp_path,
+        "model_name_or_path: from yaml\ndataset_name: d\noutput_dir: o\n"
+        "learning_rate: 1e-3\npacking: false\ngradient_checkpointing: true\n"
+        "lora_target_modules: [q_proj, o_proj]\nsave_steps: null\nlora_r: 4\n",
+    )
+    got = config.parse(["--config", path, "--lora_r", "8", "--dataset_name", "from line"])
+    assert (got.model_name_or_path, got.dataset_name) == ("from yaml", "from line")
+    assert (got.learning_rate, got.packing, got.lora_r) == (1e-3, False, 8)
+    assert (got.gradient_checkpointing, got.lora_target_modules) == ("layer", ("q_proj", "o_proj"))
+    # The command line can also give a default back.
+    back = config.parse(["--config", path, "--packing", "--lora_r", "16"])
+    assert (back.packing, back.lora_r) == (True, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("seed: 1\nlearning_rte: 1\n", [":2:", "'learning_rte'", "learning_rate"]),
+        ("lora_r: many\n", [":1:", "lora_r", "whole number", "'many'"]),
+        ("lora_r: 1.5\n", [":1:", "lora_r", "whole number", "1.5"]),
+        ("lora_r: true\n", [":1:", "lora_r", "whole number", "True"]),
+        ("packing: 2\n", [":1:", "packing", "true or false"]),
+        ("output_dir: 12\n", [":1:", "output_dir", "text", "quotes"]),
+        ("lora_target_modules: {q_proj: 1}\n", [":1:", "list of names"]),
+        ("dtype: fp8\n", [":1:", "dtype", "bfloat16", "'fp8'"]),
+        ("seed: 1\nseed: 2\n", [":2:", "'seed'", "twice"]),
+        ("- seed\n", ["option: value"]),
+        ("seed: [1\n", ["not valid YAML"]),
+        ("config: other.yaml\n", [":1:", "'config'"]),
+    ],
+)
+def test_a_fault_in_yaml_names_file_line_and_key(tmp_path, text, parts):
+    path = write(tmp_path, text)
+    message = complaint("--config", path)
+    for part in [path, *parts]:
+        assert part in message
+
+
+def test_an_unreadable_yaml_file_is_named(tmp_path):
+    assert "absent.yaml: No such file" in complaint("--config", str(tmp_path / "absent.yaml"))
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("output_dir: ü\n".encode("latin-1"))
+    assert "not UTF-8" in complaint("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--learning_rate", "1e-05", "--gradient_checkpointing", "false", "--packing", "no"],
+        ["--lora_target_modules", "up_proj", "--output_dir", "ü 名: x", "--max_steps", "7"],
+        ["--eval_split_ratio", "0.1", "--eval_steps", "3", "--dataset_text_field", "none"],
+    ],
+)
+def test_yaml_round_trip(tmp_path, args):
+    before = parse(*args)
+    assert config.from_yaml(write(tmp_path, config.to_yaml(before))) == before
+    assert before != parse("--seed", "1")
+
+
+def test_python_callers_meet_the_same_rules():
+    made: dict[str, Any] = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
+    wrong: dict[str, Any] = {"lora_r": "many"}
+    assert TrainConfig(**made, lora_alpha=8).lora_alpha == 8.0
+    with pytest.raises(UserError, match="--lora_r must be a whole number"):
+        TrainConfig(**made, **wrong)
+    with pytest.raises(UserError, match="--lora_r must be at least 1"):
+        TrainConfig(**made, lora_r=0)
+
+
+def test_help_explains_every_option(capsys):
+    with pytest.raises(SystemExit) as caught:
+        config.parse(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    flat = " ".join(text.replace("│", " ").split())
+    for field in dataclasses.fields(TrainConfig):
+        words = " ".join(field.metadata["help"].split())
+        assert len(words) > 20, field.name
+        assert f"--{field.name} " in flat
+        assert words in flat, field.name
+    assert {field.metadata["group"] for field in dataclasses.fields(TrainConfig)} == set(GROUPS)
+    for group in GROUPS.values():
+        assert group in flat
+
+
+def test_nearest_name():
+    names = ["learning_rate", "lora_r", "num_train_epochs"]
+    assert nearest("learning_rte", names) == ["learning_rate"]
+    assert nearest("qqqq", names) == []
+
+
+COMMAND = """
+import sys
+from jaxft.cli import run
+from jaxft.config import parse
+def main(argv):
+    if argv == ["bug"]:
+        raise RuntimeError("a fault of the program")
+    if argv == ["break"]:
+        raise KeyboardInterrupt
+    print(parse(argv).output_dir)
+run(main)
+"""
+
+
+def command(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", COMMAND, *args],
+        cwd=Path(__file__).parents[1],
+        env={"PATH": "", "PYTHONCOERCECLOCALE": "0", **env},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+def test_a_command_turns_a_user_error_into_one_line_and_code_2():
+    got = command(*REQUIRED, "--lora_r", "0")
+    assert (got.returncode, got.stdout) == (2, "")
+    assert got.stderr == "error: --lora_r must be at least 1, got 0\n"
+    assert command("break").returncode == 130
+    bug = command("bug")
+    assert bug.returncode == 1
+    assert "Traceback" in bug.stderr
+
+
+def test_a_command_survives_a_terminal_without_its_characters():
+    got = command(*REQUIRED[:4], "--output_dir", "ü", LC_ALL="C")
+    assert (got.returncode, got.stderr) == (0, "")
+    assert got.stdout.isascii()
+
+
+def test_config_needs_no_tyro_until_it_parses():
+    code = (
+        "import sys; sys.modules['tyro'] = None; from jaxft.config import TrainConfig; "
+        "TrainConfig(model_name_or_path='m', dataset_name='d', output_dir='o')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)

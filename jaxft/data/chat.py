@@ -65,7 +65,8 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._template: str = tokenizer.get_chat_template()
         self._marked = spans.has_markers(self._template)
-        self._added = np.zeros(len(tokenizer) + 1, bool)  # by token id
+        # By token id; a vocabulary may have holes, so its size is not its highest id plus one.
+        self._added = np.zeros(max(tokenizer.get_vocab().values()) + 1, bool)
         self._added[list(tokenizer.get_added_vocab().values())] = True
         # A post-processor may trim spaces off the offsets (Llama 3 does), which hides whether a
         # token reaches over a boundary. It has no say in the ids when no special tokens are added.

@@ -40,8 +40,7 @@ class PlainEncoder:
 
     def _begin(self, ids: list[int]) -> list[int]:
         """`ids` with the tokenizer's front, once, also where the text spells it out."""
-        front = self._front
-        ids = ids if ids[: len(front)] == front else front + ids
+        ids = self._front + ids
         while self._bos is not None and ids[:2] == [self._bos, self._bos]:
             ids = ids[1:]
         return ids
@@ -78,7 +77,7 @@ class PlainEncoder:
             completion = self._end(completion)
             if len(completion) == 1:
                 raise UserError(f"{pair.origin}: the completion holds nothing but the end token")
-            prompt = self._begin(prompt) if prompt else list(self._front)
+            prompt = self._begin(prompt)
             mask = np.zeros(len(prompt) + len(completion), bool)
             mask[len(prompt) :] = True
             examples.append(make_example([*prompt, *completion], mask, pair.origin))

@@ -105,7 +105,13 @@ def _content_end(text: str, chat: Chat, index: int, render: Render) -> int:
     changed = list(chat.messages)
     changed[index] = {**message, "content": stand_in}
     pairs = zip(reversed(text), reversed(render(changed)), strict=False)
-    return len(text) - next(same for same, (a, b) in enumerate(pairs) if a != b)
+    same = next((same for same, (a, b) in enumerate(pairs) if a != b), None)
+    if same is None:
+        raise UserError(
+            f"{chat.origin}: message {index + 1}: the chat template leaves this answer out; mark "
+            'it with "train": false'
+        )
+    return len(text) - same
 
 
 class Tokens:

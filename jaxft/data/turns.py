@@ -43,7 +43,8 @@ def parse_messages(messages: Any, origin: str, trained_from: int = 0) -> Chat:
             raise UserError(f"{where} must be an object with role and content")
         role = _role(message.get("role"), where)
         learn = _flagged(message, where)
-        rest = {key: value for key, value in message.items() if key not in _FLAGS}
+        # A key that is null is one that is not there: templates would print "None".
+        rest = {k: v for k, v in message.items() if k not in _FLAGS and v is not None}
         parsed.append({**rest, **_content(message, role, where), "role": role})
         trained.append(role == "assistant" and learn and number > trained_from)
     chat = Chat(parsed, trained, origin)

@@ -1,4 +1,4 @@
-"""The linear layer on a stored weight: values, gradients, dropout, and what autodiff keeps of it."""
+"""The linear layer on a stored weight: values, gradients, dropout, what autodiff keeps of it."""
 
 from functools import partial
 

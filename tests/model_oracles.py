@@ -13,7 +13,7 @@ from flax import nnx
 from jaxft.data.examples import Example
 from jaxft.data.loader import Loader
 from jaxft.lora import LoraConfig, adapter_arrays, add_adapters, set_adapter_arrays
-from jaxft.loss import count_targets, sum_of_losses
+from jaxft.loss import sum_of_losses
 from jaxft.model.decoder import Decoder
 from jaxft.model.linear import Linear
 from jaxft.quant import dense
@@ -65,10 +65,17 @@ def largest(a: Any, b: Any) -> float:
     return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
-def add_lora(decoder: Decoder, *, seed: int = 0, dropout: float = 0.0, rslora: bool = False):
-    """Adapters of rank 4 on all projections, A as they start, B random. Returns the decoder."""
-    add_adapters(decoder, LoraConfig(RANK, ALPHA, dropout, PROJECTIONS, rslora), seed)
-    random = np.random.default_rng(seed)
+def lora_config(
+    dropout: float = 0.0, targets: tuple[str, ...] = PROJECTIONS, rslora: bool = False
+) -> LoraConfig:
+    """Adapters of rank 4 and alpha 6."""
+    return LoraConfig(RANK, ALPHA, dropout, targets, rslora)
+
+
+def add_lora(decoder: Decoder, **over: Any) -> Decoder:
+    """Adapters of a `lora_config`, A as they start, B random. Returns the decoder."""
+    add_adapters(decoder, lora_config(**over), seed=0)
+    random = np.random.default_rng(0)
     arrays = {
         name: (a, 0.3 * random.normal(size=b.shape).astype(np.float32))
         for name, (a, b) in adapter_arrays(decoder).items()
@@ -132,15 +139,14 @@ def pack_rows(rows: list[list[list[int]]], length: int) -> dict[str, np.ndarray]
 
 
 def loss_and_gradients(decoder: Decoder, checkpointing: str = "false"):
-    """Compiled `(micro-batch, dropout key) -> (mean loss, gradients of A and B by path)`."""
+    """Compiled `(micro-batch, dropout key) -> (sum of losses, its gradients by path)`."""
     structure, trained, frozen = split(decoder)
 
     @jax.jit
     def run(trained, batch, key):
         def loss(trained):
             model = nnx.merge(structure, trained, frozen)
-            options = {"dropout_key": key, "checkpointing": checkpointing}
-            return sum_of_losses(model, **batch, **options) / count_targets(batch["targets"])
+            return sum_of_losses(model, **batch, dropout_key=key, checkpointing=checkpointing)
 
         return jax.value_and_grad(loss)(trained)
 

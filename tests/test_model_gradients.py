@@ -22,6 +22,7 @@ pytest.importorskip("peft")
 LENGTH = 32
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [RANDOM.integers(0, 64, n).tolist() for n in (7, 5, 11, 1, 2)]
+RUN_ON = [token for document in DOCUMENTS for token in document]
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +34,13 @@ def folder(tmp_path_factory, fixtures) -> Path:
 
 
 def theirs(model, documents: list[list[int]]):
-    """Mean loss over all targets and gradients, every document in a forward pass of its own."""
+    """Sum of losses and gradients, every document in a forward pass of its own."""
     model.zero_grad()
-    targets = sum(len(document) - 1 for document in documents)
     total = 0.0
     for document in filter(lambda d: len(d) > 1, documents):
         logits = model(torch.tensor([document])).logits[0, :-1]
         labels = torch.tensor(document[1:])
-        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / targets
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         loss.backward()
         total += loss.item()
     return total, their_gradients(model)
@@ -64,8 +64,8 @@ def test_packed_matches_peft(ours, folder):
     assert relative(gradients, want) < 1e-4
 
     # the same documents as one sequence are another loss, with other gradients
-    their_loss, want = theirs(peft_model, [sum(DOCUMENTS, [])])
-    assert abs(loss - their_loss) > 1e-3
+    their_loss, want = theirs(peft_model, [RUN_ON])
+    assert abs(loss - their_loss) > 1
     assert relative(gradients, want) > 0.1
 
 
@@ -78,7 +78,7 @@ def test_rank_stabilised_scale(ours, folder):
     their_loss, want = theirs(in_peft(model, plain, rslora=True), DOCUMENTS)
     assert loss == pytest.approx(their_loss, rel=1e-5)
     assert relative(gradients, want) < 1e-4
-    assert abs(plain_loss - their_loss) > 1e-2
+    assert abs(plain_loss - their_loss) > 0.1
     assert relative(plain_gradients, want) > 0.1
 
 
@@ -86,5 +86,5 @@ def test_weights_before_quantisation_differ(ours, folder):
     """So the comparison is on the NF4 weights, and would see a wrongly decoded one."""
     decoder, loss, gradients = ours
     their_loss, want = theirs(in_peft(open_in_transformers(folder), decoder), DOCUMENTS)
-    assert abs(loss - their_loss) > 1e-2
+    assert abs(loss - their_loss) > 0.1
     assert relative(gradients, want) > 0.1

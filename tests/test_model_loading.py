@@ -1,4 +1,4 @@
-"""Checkpoints that lack something, hold too much, or are of an unknown kind: named, never guessed."""
+"""Checkpoints that lack something, hold too much or are of unknown kind are refused by name."""
 
 import shutil
 from pathlib import Path

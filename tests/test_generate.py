@@ -12,14 +12,13 @@ from jaxft.model.decoder import Decoder
 
 torch = pytest.importorskip("torch")
 
-RANDOM = np.random.default_rng(0)
 NEVER: frozenset[int] = frozenset()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, fixtures):
     folder = tmp_path_factory.mktemp("llama")
-    save_llama(fixtures, folder, seed=3)
+    save_llama(fixtures, folder, seed=2, gain=8)  # whose answers vary
     return folder
 
 
@@ -41,10 +40,10 @@ def theirs(model, prompt: list[int], count: int, stop: int | None = None) -> lis
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("length", [1, 2, 9, 52, 55])
+@pytest.mark.parametrize("length", [1, 3, 52, 55])
 def test_greedy(length, decoder, model):
     """Prompts up to and past a cache of 64; the last token made never needs a place in it."""
-    prompt = RANDOM.integers(0, 64, length).tolist()
+    prompt = np.random.default_rng(length).integers(0, 64, length).tolist()
     got = generate(decoder, prompt, stop=NEVER, max_new_tokens=12)
     assert got == theirs(model, prompt, 12)
     assert len(set(got)) > 4  # not stuck on one token, which a broken cache would hide
@@ -54,7 +53,7 @@ def test_greedy(length, decoder, model):
 
 
 def test_stops(decoder, model):
-    prompt = [3, 1, 4, 1, 5]
+    prompt = [3, 1, 4]
     whole = generate(decoder, prompt, stop=NEVER, max_new_tokens=12)
     stop = whole[5]
     cut = whole[: whole.index(stop)]
@@ -89,9 +88,9 @@ def test_sampling(decoder):
         p = np.asarray(jax.nn.softmax(last / t))
         return (np.abs(draws - p) / np.sqrt(p * (1 - p) / 400)).max()
 
-    assert deviation(temperature) < 5
-    assert deviation(1.0) > 8
-    assert deviation(0.25) > 8
+    assert deviation(temperature) < 4
+    assert deviation(1.0) > 6
+    assert deviation(0.25) > 6
 
 
 def test_sampling_is_reproducible(decoder):
@@ -112,20 +111,20 @@ def test_compiles_once_for_prompts_of_one_length(decoder, monkeypatch):
         return extend(self, tokens, *rest)
 
     monkeypatch.setattr(Decoder, "extend", counted)
-    for prompt in ([1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]):
+    for prompt in ([1, 2, 3, 4], [4, 3, 2, 1]):
         generate(decoder, prompt, stop=NEVER, max_new_tokens=4, temperature=0.7)
-    assert traced == [(1, 6), (1, 1)]
+    assert traced == [(1, 4), (1, 1)]
 
 
 def test_cache_of_exactly_the_tokens(decoder):
     """Tokens in several parts through a full cache are the whole document's hidden states."""
-    tokens = jnp.asarray(RANDOM.integers(0, 64, (2, 11)), jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 11)), jnp.int32)
     whole = decoder(tokens, jnp.ones_like(tokens))
     extend = jax.jit(decoder.extend)
 
     def in_parts(capacity):
         caches, hidden, at = decoder.empty_caches(2, capacity), [], 0
-        for count in (6, 1, 1, 1, 1, 1):
+        for count in (7, 1, 1, 1, 1):
             part, caches = extend(tokens[:, at : at + count], jnp.asarray(at), caches)
             hidden.append(part)
             at += count

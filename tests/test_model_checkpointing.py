@@ -9,7 +9,6 @@ from helpers import load, save_llama
 from model_oracles import add_lora, pack_rows, relative
 
 from jaxft.lora import adapter_arrays
-from jaxft.loss import sum_of_losses
 from jaxft.model.remat import rematerialise
 from jaxft.step import split
 
@@ -23,17 +22,20 @@ POLICIES = ("layer", "attention", "false")  # by rising memory
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, fixtures):
-    """For each policy: loss, gradients, bytes kept, and operations of one layer in all passes."""
+    """For each policy: a loss, gradients, bytes kept, and operations of one layer in all passes."""
     folder = tmp_path_factory.mktemp("llama")
     save_llama(fixtures, folder, num_hidden_layers=LAYERS)
-    decoder = add_lora(load(folder), dropout=0.2, targets=("v_proj", "down_proj"))
+    decoder = add_lora(load(folder), dropout=0.2, targets=("v_proj",))
     structure, trained, frozen = split(decoder)
-    batch = jax.tree.map(jnp.asarray, pack_rows([DOCUMENTS], LENGTH))
+    batch = pack_rows([DOCUMENTS], LENGTH)
+    tokens, segment_ids = (jnp.asarray(batch[name]) for name in ("tokens", "segment_ids"))
+    weights = jnp.asarray(RANDOM.normal(size=(1, LENGTH, HIDDEN)), jnp.float32)
 
     def run(policy):
         def loss(trained, frozen, key):
             model = nnx.merge(structure, trained, frozen)
-            return sum_of_losses(model, **batch, dropout_key=key, checkpointing=policy)
+            hidden = model(tokens, segment_ids, dropout_key=key, checkpointing=policy)
+            return (hidden * weights).sum()
 
         def between_passes(trained, *rest):
             return jax.vjp(lambda t: loss(t, *rest), trained)[1]
@@ -62,11 +64,10 @@ def test_same_loss_and_gradients(runs):
 
 def test_each_keeps_what_its_name_says(runs):
     layer, attention, everything = (runs[policy][2] for policy in POLICIES)
-    print("KEPT", layer, attention, everything, [runs[p][3] for p in POLICIES])
     output_and_logsumexp = 4 * LAYERS * LENGTH * (HIDDEN + HEADS)
     assert attention - layer == output_and_logsumexp
     hidden = 4 * LAYERS * LENGTH * HIDDEN
-    assert everything > attention + 8 * hidden
+    assert everything > attention + 6 * hidden
 
 
 def test_each_runs_again_what_it_did_not_keep(runs):

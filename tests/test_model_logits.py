@@ -14,6 +14,7 @@ from model_oracles import edit_config, edit_tensors, largest, open_in_transforme
 from test_formats_gguf import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, permute, write
 
 from jaxft.formats.gguf import GgufFile
+from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.loading import load_decoder
 from jaxft.model.config import read_config
 
@@ -105,43 +106,32 @@ def test_spellings_of_rope(copy, llama31_logits):
 
 def test_frequencies_of_llama3(llama31):
     """As transformers works them out for heads of 8, theta 500,000 and a context of 32."""
-    rope = read_config(load_config(llama31)).layers[0].rope
+    rope = read_config(HuggingFaceFolder(llama31).config).layers[0].rope
     np.testing.assert_allclose(
         rope.inv_freq, [1.0, 0.00470075, 0.000176777, 6.64787e-06], rtol=2e-6
     )
     assert rope.attention_factor == 1
 
 
-def load_config(folder: Path) -> dict[str, Any]:
-    from jaxft.formats.huggingface import HuggingFaceFolder
-
-    return HuggingFaceFolder(folder).config
-
-
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_spellings_of_dtype(stored, copy, llama31_logits):
+def test_spellings_of_dtype(copy, llama31_logits):
     """The tensors' own dtype counts, whatever config.json calls it."""
-    if stored == "bfloat16":
-        edit_tensors(
-            copy, lambda t: t.update({k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()})
-        )
-        llama31_logits = their_logits(open_in_transformers(copy), TOKENS)
-        exact = load_decoder(load_folder(copy), FP32)
-        assert exact.embed_tokens.weight.get_value().dtype == ml_dtypes.bfloat16
+    edit_config(copy, {"dtype": "bfloat16"})
+    np.testing.assert_array_equal(logits(load(copy), TOKENS), llama31_logits)
+
+    def narrow(tensors):
+        tensors.update({k: v.astype(ml_dtypes.bfloat16) for k, v in tensors.items()})
+
+    edit_tensors(copy, narrow)
+    want = their_logits(open_in_transformers(copy), TOKENS)
+    assert largest(want, llama31_logits) > 1e-3
     for spelling in (
-        {"dtype": stored, "torch_dtype": None},
-        {"dtype": None, "torch_dtype": stored},
+        {"dtype": "bfloat16", "torch_dtype": None},
+        {"dtype": None, "torch_dtype": "bfloat16"},
         {"dtype": None, "torch_dtype": None},
-        {"dtype": "float16"},
     ):
-        edit_config(copy, spelling)
-        assert largest(logits(load(copy), TOKENS), llama31_logits) < 1e-4
-
-
-def load_folder(folder: Path):
-    from jaxft.formats.huggingface import HuggingFaceFolder
-
-    return HuggingFaceFolder(folder)
+        decoder = load(edit_config(copy, spelling))
+        assert decoder.embed_tokens.weight.get_value().dtype == ml_dtypes.bfloat16
+        assert largest(logits(decoder, TOKENS), want) < 1e-4
 
 
 def test_sharded_folder(llama31, llama31_logits, tmp_path):

@@ -42,4 +42,3 @@ def test_error_does_not_grow_with_position(tmp_path, fixtures, monkeypatch):
     wrong_first, wrong_last = errors()
     assert wrong_last > 2 * wrong_first
     assert wrong_last > 2 * last
-    print("ERR", first, last, wrong_first, wrong_last)

@@ -145,12 +145,13 @@ def train(
                 _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
             recorder.restart_clock()
     nnx.update(decoder, state.trained)
-    if step < total:
+    if stopped is not None and step < total:
         display.note(
             f"stopped by {stopped.name} after update {step} of {total}; go on with the same "
             "command and --resume_from_checkpoint latest"
         )
-    return stopped if step < total else None
+        return stopped
+    return None
 
 
 def _evaluate(

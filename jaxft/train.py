@@ -61,7 +61,7 @@ def run(config: TrainConfig) -> int:
     check_checkpointing(config.gradient_checkpointing)
     checkpoint = open_checkpoint(config.model_name_or_path)
     model = read_config(checkpoint.config)
-    data = prepare_data(config, model, checkpoint.tokenizer())
+    data = prepare_data(config, model, checkpoint.tokenizer(), console)
     identity = run_identity(config, data.fingerprint, data.train.num_steps)
     start = find_start(config, identity)
     dtype = compute_dtype(config.dtype)

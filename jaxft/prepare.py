@@ -106,7 +106,8 @@ def _examples(
     rows = read_rows(path)
     unused = detect(rows, config.dataset_text_field).unused
     if unused:
-        console.print(f"note: {path.name}: columns not used: {', '.join(unused)}")
+        text = f"note: {path.name}: columns not used: {', '.join(unused)}"
+        console.print(text, soft_wrap=True)
     with progress_bar(f"tokenizing {path.name}", console) as progress:
         examples = encode(rows, tokenizer, text_field=config.dataset_text_field, progress=progress)
     check_token_ids(examples, tokenizer, model.vocab_size)

@@ -78,7 +78,7 @@ def run(config: TrainConfig) -> int:
     if stopped is not None:
         return 128 + stopped
     export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data))
-    console.print(f"adapter written to {folder}")
+    console.print(f"adapter written to {folder}", soft_wrap=True)
     return 0
 
 

@@ -70,6 +70,8 @@ def run(config: TrainConfig) -> int:
     storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
     with progress_bar("loading layers", console) as progress:
         decoder = load_decoder(checkpoint, storage, progress)
+    if model.tie_word_embeddings and not decoder.config.tie_word_embeddings:
+        console.print("note: config.json ties the head, but the file has another one: it is used")
     adapter = _adapter_config(config)
     add_adapters(decoder, adapter, config.seed)
     folder = open_run_folder(config)

@@ -53,7 +53,7 @@ def cross_entropy(
     nll = reference.cross_entropy(
         hidden.reshape(tokens, -1),
         head,
-        targets.reshape(tokens),
+        jnp.asarray(targets).reshape(tokens),
         None if softcap is None else float(softcap),
         min(chunk, tokens),
     )

@@ -36,7 +36,7 @@ from jaxft.report import (
     progress_bar,
     training_display,
 )
-from jaxft.run_folder import Start, find_start, open_run_folder, run_identity
+from jaxft.run_folder import Start, find_start, is_evaluated, open_run_folder, run_identity
 from jaxft.signals import stop_request
 from jaxft.sinks import open_sinks
 from jaxft.step import EvalStep, init_state, make_eval_step, make_train_step, split
@@ -127,8 +127,8 @@ def train(
             began = time.perf_counter()
             update = update.lower(state, frozen, loader.batch(step)).compile()
             display.note(f"compiled the update in {duration(time.perf_counter() - began)}")
-        if step == 0:
-            _evaluate(evaluate, state.trained, frozen, data.evaluation, 0, recorder, display)
+        if step == 0 or (_due(step, config.eval_steps) and not is_evaluated(folder, step)):
+            _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
         recorder.restart_clock()
         stopped = None
         while step < total and stopped is None:
@@ -138,7 +138,8 @@ def train(
             recorder.add(step, metrics, int(np.count_nonzero(batch["segment_ids"])))
             stopped = stop.signal  # read once: it may be set at any moment
             save = stopped is not None or step == total or _due(step, config.save_steps)
-            evaluation = stopped is None and (step == total or _due(step, config.eval_steps))
+            # one that a stop leaves out is made up for by the run that goes on from here
+            evaluation = step == total or (stopped is None and _due(step, config.eval_steps))
             if save or evaluation:
                 recorder.flush()
             if save:

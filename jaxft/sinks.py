@@ -24,7 +24,10 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a logged step. Opening it drops what lies after `step`, all at 0."""
+    """metrics.jsonl: one JSON object a line.
+
+    Opening it drops what lies after the update that the run goes on from; all of it at 0.
+    """
 
     def __init__(self, path: Path, step: int):
         kept = []

@@ -56,16 +56,17 @@ def _stream(
     structure, state = nnx.split(decoder)
     room = 64 * -(-(len(prompt) + count) // 64)  # few different shapes, few compilations
     caches = decoder.empty_caches(1, room)
-    extend = jax.jit(partial(_extend, structure, temperature), donate_argnums=3)
     key = jax.random.key(seed)
     tokens, filled = jnp.asarray([prompt], jnp.int32), 0
     for i in range(count):
-        token, caches = extend(state, tokens, filled, caches, jax.random.fold_in(key, i))
+        step_key = jax.random.fold_in(key, i)
+        token, caches = _extend(structure, temperature, state, tokens, filled, caches, step_key)
         yield int(token)
         filled += tokens.shape[1]
         tokens = token[None, None]
 
 
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)  # compiled once for many answers
 def _extend(structure, temperature, state, tokens, filled, caches, key):
     """The next token after `tokens`, and the caches with them in it."""
     decoder = nnx.merge(structure, state)

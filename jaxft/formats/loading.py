@@ -69,7 +69,7 @@ def settle_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     both are equal they stay tied; where they differ the head is a matrix of its own, as
     transformers 5 reads it.
     """
-    if not config.tie_word_embeddings or HEAD not in checkpoint.names():
+    if not config.tie_word_embeddings or not {HEAD, TABLE} <= checkpoint.names():
         return config
     same = np.array_equal(checkpoint.read(HEAD), checkpoint.read(TABLE))
     return replace(config, tie_word_embeddings=same)

@@ -89,8 +89,11 @@ def adapter_weights(peft: PeftModel) -> dict[str, np.ndarray]:
 
 
 def sum_of_losses(model: torch.nn.Module, document: Document) -> torch.Tensor:
-    """Negative log-likelihood of a document's labels, added up."""
-    logits = model(input_ids=document.ids[None]).logits[0]
+    """Negative log-likelihood of a document's labels, added up.
+
+    In float64 from the logits on: torch's float32 sums over 49,152 logits are 2e-6 too low.
+    """
+    logits = model(input_ids=document.ids[None]).logits[0].double()
     return cross_entropy(logits[:-1], document.labels[1:], ignore_index=IGNORED, reduction="sum")
 
 
@@ -115,7 +118,8 @@ def backward(
 ) -> tuple[float, float]:
     """Weighted sum of the documents' losses, and the norm of its gradient, which is left in place.
 
-    The weight of a document multiplies the sum of its token losses.
+    The weight of a document multiplies the sum of its token losses. The norm is taken in float64:
+    over two million elements torch's float32 norm is 3e-4 too low.
     """
     model.zero_grad()
     total = 0.0
@@ -124,7 +128,7 @@ def backward(
         loss.backward()
         total += loss.item()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return total, torch.cat(gradients).norm().item()
+    return total, torch.cat(gradients).double().norm().item()
 
 
 def train(

@@ -86,7 +86,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 @pytest.fixture(scope="module")
 def ours(checkpoint, tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("parity")
-    rows = chats("quickstart.jsonl", "train.jsonl", 60)
+    rows = chats("quickstart.jsonl", "train.jsonl", 40)
     held_out = chats("quickstart_eval.jsonl", "test.jsonl", 6)
     options = {
         "model_name_or_path": MODEL,
@@ -212,7 +212,10 @@ def test_rows_were_packed(ours):
     assert len(rows) == 2 * STEPS
     assert sum(len(row) > 1 for row in rows) > STEPS
     tokens = sum(len(document.ids) for row in rows for document in row)
-    assert 0.8 * 512 * STEPS < tokens < 512 * STEPS
+    assert 0.7 * 512 * STEPS < tokens < 512 * STEPS
+    # A second epoch began: some rows came twice.
+    seen = [tuple(document.ids.tolist()) for row in rows for document in row]
+    assert len(set(seen)) < len(seen)
 
 
 def test_final_adapters_agree(ours, reference, initial):
@@ -252,7 +255,7 @@ def test_peft_loads_the_adapter(ours, base):
     assert relative(ours.eval_loss[1], after) < LOSS
     # The control: the adapter at half its strength.
     for module in model.modules():
-        if hasattr(module, "scaling"):
+        if hasattr(module, "lora_A"):
             module.scaling["default"] /= 2
     assert relative(ours.eval_loss[1], theirs.mean_loss(model, ours.held_out)) > 10 * LOSS
 

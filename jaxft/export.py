@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.formats.modelcard import write_model_card
-from jaxft.formats.peft import AdapterConfig, save_adapter
+from jaxft.formats.peft import AdapterConfig, load_adapter, save_adapter
 from jaxft.formats.tokenizers import save_tokenizer
 from jaxft.formats.weights import Checkpoint
-from jaxft.lora import adapter_arrays
+from jaxft.lora import adapter_arrays, add_adapters, set_adapter_arrays
 from jaxft.model.decoder import Decoder
 
 
@@ -31,3 +31,16 @@ def export_adapter(
     save_tokenizer(folder, checkpoint.tokenizer())
     write_model_card(folder, base_model=config.base_model_name_or_path, summary=summary)
     save_adapter(folder, config, adapter_arrays(decoder))
+
+
+def import_adapter(folder: Path, decoder: Decoder) -> AdapterConfig:
+    """Put the adapter of a folder on a decoder that has none.
+
+    Raises:
+      UserError: a file that is no plain LoRA adapter, or one with a matrix that this model has no
+        place for.
+    """
+    config, arrays = load_adapter(folder)
+    add_adapters(decoder, config, seed=0)
+    set_adapter_arrays(decoder, arrays)
+    return config

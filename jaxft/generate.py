@@ -1,4 +1,4 @@
-"""python -m jaxft.generate: ask a base model, or a tuned one, and see the answer."""
+"""Generation with a cache of keys and values, to try a base model or a tuned one."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,7 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from transformers import PreTrainedTokenizerFast
 
+from jaxft.formats.weights import Checkpoint
 from jaxft.model.decoder import Decoder
 
 
@@ -35,6 +37,17 @@ def generate(
             break
         answer.append(token)
     return answer
+
+
+def stop_tokens(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Ids that end an answer: the generation config's, the config's, the tokenizer's EOS."""
+    stop: set[int] = set()
+    for source in (checkpoint.generation_config or {}, checkpoint.config):
+        ids = source.get("eos_token_id")
+        stop.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if isinstance(tokenizer.eos_token_id, int):
+        stop.add(tokenizer.eos_token_id)
+    return frozenset(stop)
 
 
 def _stream(

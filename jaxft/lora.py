@@ -12,27 +12,26 @@ from flax import nnx
 
 from jaxft.errors import UserError
 from jaxft.model.decoder import Decoder
+from jaxft.model.layer import Group
 from jaxft.model.linear import Linear
 from jaxft.model.variables import Frozen
 from jaxft.quant import Adapter
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The adapter's shape, under PEFT's names."""
+    """The adapters' shape, under PEFT's names. `target_modules` are projections' own names."""
 
-    r: int = 16
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = PROJECTIONS
-    use_rslora: bool = False
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    target_modules: tuple[str, ...]
+    use_rslora: bool
 
     @property
     def scale(self) -> float:
-        """Factor on `B @ A`: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA."""
-        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+        """Factor on `B @ A`: alpha / r, or alpha / sqrt(r) with rank stabilisation."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 class Lora(nnx.Module):
@@ -76,7 +75,7 @@ def add_adapters(decoder: Decoder, config: LoraConfig, seed: int) -> None:
         a = jax.random.uniform(key, a_shape, jnp.float32, -bound, bound)
         b = jnp.zeros((group.size, linear.out_features, config.r), jnp.float32)
         scale = jnp.full(group.size, config.scale, jnp.float32)
-        linear.adapter = Lora(a, b, scale, config.dropout, salt)
+        linear.adapter = Lora(a, b, scale, config.lora_dropout, salt)
 
 
 def adapter_arrays(decoder: Decoder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -112,7 +111,7 @@ def set_adapter_arrays(decoder: Decoder, arrays: dict[str, tuple[np.ndarray, np.
             variable.set_value(jnp.stack([jnp.asarray(arrays[n][i], jnp.float32) for n in names]))
 
 
-def _paths(decoder: Decoder) -> Iterator[tuple[str, nnx.Module, Linear]]:
+def _paths(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
     """Every projection with its path inside a layer ("self_attn.q_proj") and its group."""
     for group in decoder.groups:
         for path, module in nnx.iter_modules(group.layers):
@@ -120,7 +119,7 @@ def _paths(decoder: Decoder) -> Iterator[tuple[str, nnx.Module, Linear]]:
                 yield ".".join(map(str, path)), group, module
 
 
-def _projections(decoder: Decoder) -> Iterator[tuple[str, nnx.Module, Linear]]:
+def _projections(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
     """Every projection with its own name ("q_proj") and its group."""
     for path, group, module in _paths(decoder):
         yield path.rpartition(".")[2], group, module

@@ -74,15 +74,17 @@ def prepare_data(
         num_epochs=config.num_train_epochs,
         num_steps=None if config.max_steps == -1 else config.max_steps,
     )
-    evaluation = held_out and Loader(
-        held_out,
-        max_length=config.max_length,
-        packing=config.packing,
-        batch_size=config.per_device_eval_batch_size,
-        shuffle=False,
-    )
+    evaluation = None
+    if held_out:
+        evaluation = Loader(
+            held_out,
+            max_length=config.max_length,
+            packing=config.packing,
+            batch_size=config.per_device_eval_batch_size,
+            shuffle=False,
+        )
     numbers = statistics(train, tokenizer, overflow)
-    return Data(train, evaluation or None, numbers, _fingerprint(rows))
+    return Data(train, evaluation, numbers, _fingerprint(rows))
 
 
 def _examples(

@@ -21,7 +21,7 @@ from jaxft.formats.checkpoint import Checkpoints
 from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
 from jaxft.formats.peft import AdapterConfig
-from jaxft.lora import LoraConfig, add_adapters
+from jaxft.lora import add_adapters
 from jaxft.metrics import Recorder
 from jaxft.model.config import read_config
 from jaxft.model.decoder import Decoder
@@ -70,13 +70,14 @@ def run(config: TrainConfig) -> int:
     storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
     with progress_bar("loading layers", console) as progress:
         decoder = load_decoder(checkpoint, storage, progress)
-    add_adapters(decoder, _lora_config(config), config.seed)
+    adapter = _adapter_config(config)
+    add_adapters(decoder, adapter, config.seed)
     folder = open_run_folder(config)
     with training_display(data.train.num_steps, start.step, console) as display:
         stopped = train(config, decoder, data, start, identity, folder, display)
     if stopped is not None:
         return 128 + stopped
-    export_adapter(folder, decoder, _adapter_config(config), checkpoint, _summary(config, data))
+    export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data))
     console.print(f"adapter written to {folder}")
     return 0
 
@@ -144,12 +145,13 @@ def train(
                 _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
             recorder.restart_clock()
     nnx.update(decoder, state.trained)
-    if step < total:
+    if stopped is not None and step < total:
         display.note(
             f"stopped by {stopped.name} after update {step} of {total}; go on with the same "
             "command and --resume_from_checkpoint latest"
         )
-    return stopped if step < total else None
+        return stopped
+    return None
 
 
 def _evaluate(
@@ -176,16 +178,6 @@ def _evaluate(
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _lora_config(config: TrainConfig) -> LoraConfig:
-    return LoraConfig(
-        config.lora_r,
-        config.lora_alpha,
-        config.lora_dropout,
-        config.lora_target_modules,
-        config.use_rslora,
-    )
 
 
 def _adapter_config(config: TrainConfig) -> AdapterConfig:

@@ -15,7 +15,6 @@ from huggingface_hub.errors import (
 )
 
 from jaxft.errors import UserError
-from jaxft.formats.gguf import GgufFile
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.weights import Checkpoint
 
@@ -38,6 +37,8 @@ def open_checkpoint(model_name_or_path: str, revision: str | None = None) -> Che
     if path.exists() and revision is not None:
         raise UserError(f"a revision ({revision}) is for hub models; {path.absolute()} is local")
     if path.suffix.lower() == ".gguf":
+        from jaxft.formats.gguf import GgufFile  # the gguf package is needed here alone
+
         return GgufFile(path, model_name_or_path)
     if path.is_file():
         raise UserError(

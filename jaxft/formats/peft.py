@@ -23,6 +23,7 @@ from jaxft.formats.files import (
     replacing_files,
     write_json,
 )
+from jaxft.lora import LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -54,20 +55,10 @@ _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
-    """What adapter_config.json says. `target_modules` are the last parts of the module paths."""
+class AdapterConfig(LoraConfig):
+    """What adapter_config.json says: the adapters' shape and their base, as the user gave it."""
 
-    r: int
-    lora_alpha: float
-    lora_dropout: float
-    target_modules: tuple[str, ...]
-    use_rslora: bool
     base_model_name_or_path: str
-
-    @property
-    def scale(self) -> float:
-        """Factor on B A x: alpha / r, or alpha / sqrt(r) with rank stabilisation."""
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 def save_adapter(folder: Path, config: AdapterConfig, adapters: Adapters) -> None:

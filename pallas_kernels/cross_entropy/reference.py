@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.precision import dot_precision
+
 LOGITS_BYTES = 2**29  # bound on one chunk of float32 logits
 
 
@@ -161,7 +163,13 @@ def _logits_gradient(
 
 
 def _matmul(a: jax.Array, b: jax.Array, contract: tuple) -> jax.Array:
-    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a,
+        b,
+        (contract, ((), ())),
+        precision=dot_precision(a, b),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _rows(hidden: jax.Array, index: jax.Array, target: jax.Array) -> jax.Array:

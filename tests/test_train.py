@@ -1,0 +1,375 @@
+"""The training command: resuming, stopping, exports, and what it says to wrong input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny import tiny_folder, write_chats
+
+from jaxft import sinks, train
+from jaxft.config import TrainConfig
+from jaxft.errors import UserError
+from jaxft.export import import_adapter
+from jaxft.formats.checkpoint import Checkpoints
+from jaxft.formats.open import open_checkpoint
+from jaxft.lora import adapter_arrays
+
+ROOT = Path(__file__).resolve().parents[1]
+EXACT = ("step", "loss", "learning_rate", "grad_norm", "target_tokens", "eval_loss")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("data") / "train.jsonl", 40)
+
+
+def config(model: Path, chats: Path, output: Path, **over) -> TrainConfig:
+    base = {
+        "model_name_or_path": str(model),
+        "dataset_name": str(chats),
+        "output_dir": str(output),
+        "max_length": 128,
+        "per_device_train_batch_size": 2,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "lora_r": 4,
+        "lora_dropout": 0.1,
+        "warmup_steps": 2,
+        "eval_split_ratio": 0.1,
+        "eval_steps": 5,
+    }
+    return TrainConfig(**(base | over))
+
+
+def lines(folder: Path) -> list[dict]:
+    """metrics.jsonl without the timings."""
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [{k: v for k, v in json.loads(line).items() if k in EXACT} for line in text.splitlines()]
+
+
+def stop_after(step: int, number: signal.Signals, monkeypatch) -> None:
+    """Make the run send itself a signal when it has recorded an update."""
+
+    class Stopper:
+        def write(self, at: int, values: dict) -> None:
+            if at == step and "loss" in values:
+                os.kill(os.getpid(), number)
+
+        def close(self) -> None:
+            pass
+
+    real = sinks.open_sinks
+    monkeypatch.setattr(train, "open_sinks", lambda *args: [*real(*args), Stopper()])
+
+
+@pytest.fixture(scope="module")
+def straight(model, chats, tmp_path_factory) -> Path:
+    """A run of 12 updates without a stop."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    assert train.run(config(model, chats, folder)) == 0
+    return folder
+
+
+def test_a_run_learns_and_writes_everything(straight):
+    metrics = lines(straight)
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.3
+    evaluations = {line["step"]: line["eval_loss"] for line in metrics if "eval_loss" in line}
+    assert sorted(evaluations) == [0, 5, 10, 12]
+    assert evaluations[12] < evaluations[0]
+    written = {path.name for path in straight.iterdir()}
+    assert written >= {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "README.md",
+        "metrics.jsonl",
+        "config.yaml",
+        "checkpoints",
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_and_resumed_is_bit_equal(model, chats, straight, tmp_path, monkeypatch, number):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(7, number, patch)
+        assert train.run(config(model, chats, folder)) == 128 + number
+    stopped_at = Checkpoints(folder / "checkpoints").steps()[-1]
+    assert 7 <= stopped_at < 12
+    assert not (folder / "adapter_model.safetensors").exists()
+    # what a killed run may have written past its checkpoint
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        print(json.dumps({"step": stopped_at + 1, "loss": 99.0}), file=file)
+
+    assert train.run(config(model, chats, folder, resume_from_checkpoint="latest")) == 0
+    assert lines(folder) == lines(straight)
+    ours, other = (load_file(f / "adapter_model.safetensors") for f in (folder, straight))
+    assert ours.keys() == other.keys()
+    for name in ours:
+        assert ours[name].tobytes() == other[name].tobytes()
+
+
+def test_another_seed_is_another_run(model, chats, straight, tmp_path):
+    """The control of the bit-equal comparison."""
+    train.run(config(model, chats, tmp_path / "run", seed=1))
+    assert lines(tmp_path / "run") != lines(straight)
+
+
+def test_resuming_refuses_another_run(model, chats, straight, tmp_path):
+    resumed = {"resume_from_checkpoint": str(straight / "checkpoints" / "12")}
+    with pytest.raises(UserError, match=r"--learning_rate 0.01, this command says 0.02"):
+        train.run(config(model, chats, tmp_path / "a", learning_rate=2e-2, **resumed))
+    other = write_chats(tmp_path / "other.jsonl", 40, seed=1)
+    with pytest.raises(UserError, match="other training rows"):
+        train.run(config(model, other, tmp_path / "a", **resumed))
+    with pytest.raises(UserError, match="--max_steps 12, this command says 13"):
+        train.run(config(model, chats, tmp_path / "a", max_steps=13, **resumed))
+    wrong = str(straight / "checkpoints" / "11")
+    with pytest.raises(UserError, match=r"11 is no whole checkpoint"):
+        train.run(config(model, chats, tmp_path / "a", resume_from_checkpoint=wrong))
+    with pytest.raises(UserError, match="holds a run already"):
+        train.run(config(model, chats, straight))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_half_written_checkpoint_is_not_taken(model, chats, tmp_path, straight):
+    folder = tmp_path / "run"
+    train.run(config(model, chats, folder, save_steps=6))
+    last = folder / "checkpoints" / "12"
+    last.rename(folder / "checkpoints" / "12.orbax-checkpoint-tmp")  # as a killed save leaves it
+    (folder / "adapter_model.safetensors").unlink()
+    assert Checkpoints(folder / "checkpoints").steps() == [6]
+    assert train.run(config(model, chats, folder, resume_from_checkpoint="latest")) == 0
+    assert lines(folder) == lines(straight)
+
+
+def test_the_adapter_read_back_is_the_trained_one(model, straight):
+    from helpers import NF4_FP32
+
+    from jaxft.formats.loading import load_decoder
+
+    decoder = load_decoder(open_checkpoint(str(model)), NF4_FP32)
+    import_adapter(straight, decoder)
+    state = load_file(straight / "adapter_model.safetensors")
+    arrays = adapter_arrays(decoder)
+    assert len(arrays) == 14
+    for name, (a, b) in arrays.items():
+        assert np.array_equal(state[f"base_model.model.{name}.lora_A.weight"], a)
+        assert np.array_equal(state[f"base_model.model.{name}.lora_B.weight"], b)
+        assert np.abs(b).max() > 0
+
+
+def test_an_adapter_of_another_model_is_refused(model, straight, tmp_path):
+    from helpers import FP32
+
+    from jaxft.formats.loading import load_decoder
+
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    tensors = load_file(straight / "adapter_model.safetensors")
+    renamed = {k.replace("model.layers.", "_orig_mod.layers."): v for k, v in tensors.items()}
+    save_file(renamed, wrong / "adapter_model.safetensors")
+    (wrong / "adapter_config.json").write_text((straight / "adapter_config.json").read_text())
+    decoder = load_decoder(open_checkpoint(str(model)), FP32)
+    with pytest.raises(UserError, match="_orig_mod"):
+        import_adapter(wrong, decoder)
+
+
+def test_frozen_tensors_do_not_move(model, chats, tmp_path):
+    """Weight decay reaches A and B alone, and so does the optimiser's state."""
+    from helpers import NF4_FP32
+
+    from jaxft.formats.loading import load_decoder
+    from jaxft.lora import LoraConfig, add_adapters
+    from jaxft.optim import OptimConfig, make_optimizer, make_schedule
+    from jaxft.step import init_state, make_train_step, split
+
+    decoder = load_decoder(open_checkpoint(str(model)), NF4_FP32)
+    add_adapters(decoder, LoraConfig(4, 4.0, 0.0, ("q_proj",), False), 0)
+    structure, trained, frozen = split(decoder)
+    optim = OptimConfig(1e-2, "constant", 0, 0.1, 1.0)
+    state = init_state(trained, make_optimizer(optim))
+    before = [np.array(x) for x in jax.tree.leaves(frozen)]
+    start = [np.array(x) for x in jax.tree.leaves(trained)]
+    step = make_train_step(
+        structure,
+        make_optimizer(optim),
+        make_schedule(optim, 10),
+        seed=0,
+        dropout=False,
+        checkpointing="layer",
+    )
+    tokens = np.random.default_rng(0).integers(4, 200, (1, 2, 32)).astype(np.int32)
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "targets": tokens}
+    for _ in range(10):
+        state, _ = step(state, frozen, batch)
+    after = jax.tree.leaves(frozen)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    moved = jax.tree.leaves(state.trained)
+    assert all(not np.array_equal(a, b) for a, b in zip(start, moved, strict=True))
+    trained_bytes = sum(x.nbytes for x in start)
+    moments = sum(x.nbytes for x in jax.tree.leaves(state.optimizer))
+    assert moments <= 2 * trained_bytes + 64
+
+
+# --- the command as a user runs it -------------------------------------------------------------
+
+
+def command(*args: str, flags: tuple[str, ...] = (), path: str = "", code: str | None = None):
+    """Run the training command, or `code`, in a process of its own."""
+    program = ["-m", "jaxft.train"] if code is None else ["-c", code]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), path] if path else [str(ROOT)])}
+    return subprocess.run(
+        [sys.executable, *flags, *program, *args],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def arguments(model: Path, chats: Path, output: Path, **over: object) -> list[str]:
+    options = {
+        "model_name_or_path": model,
+        "dataset_name": chats,
+        "output_dir": output,
+        "max_length": 128,
+        "per_device_train_batch_size": 1,
+        "max_steps": 2,
+        "lora_r": 4,
+    } | over
+    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+
+
+ORACLES = ("torch", "triton", "peft", "bitsandbytes", "accelerate", "functorch")
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory) -> str:
+    """A folder of links to every installed package but torch and what needs it."""
+    folder = tmp_path_factory.mktemp("packages")
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(place).iterdir():
+            if not entry.name.startswith(ORACLES):
+                (folder / entry.name).symlink_to(entry)
+    return str(folder)
+
+
+def test_the_trainer_runs_without_torch(model, chats, tmp_path, without_torch):
+    missing = command(flags=("-S",), path=without_torch, code="import torch")
+    assert "No module named 'torch'" in missing.stderr
+    args = arguments(model, chats, tmp_path / "run")
+    done = command(*args, flags=("-S",), path=without_torch)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
+
+
+def test_the_trainer_never_imports_torch(model, chats, tmp_path):
+    pytest.importorskip("torch")
+    code = (
+        "import sys; from jaxft.train import main; main(sys.argv[1:]); print(sorted(sys.modules))"
+    )
+    done = command(*arguments(model, chats, tmp_path / "run"), code=code)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.splitlines()[-1]
+    assert "'jax'" in loaded
+    assert "'torch'" not in loaded
+    assert "'peft'" not in loaded
+
+
+def test_a_signal_from_outside(model, chats, tmp_path):
+    """SIGTERM to the process: a checkpoint, exit code 143, and the run goes on from there."""
+    folder = tmp_path / "run"
+    args = arguments(model, chats, folder, max_steps=4000, num_train_epochs=1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxft.train", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 200
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "go on with the same command and --resume_from_checkpoint latest" in output
+    assert len(Checkpoints(folder / "checkpoints").steps()) == 1
+
+
+WRONG = {
+    "no such model": ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
+    "no such data": ({"dataset_name": "/no/such.jsonl"}, "/no/such.jsonl"),
+    "unknown value": ({"dtype": "float8"}, "dtype"),
+    "unknown target": ({"lora_target_modules": "query"}, "query"),
+    "too long": ({"max_length": 1024}, "--max_length 1024"),
+    "rows too long": ({"max_length": 8}, "--max_length 8"),
+    "offload on a CPU": ({"gradient_checkpointing": "offload"}, "offload"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options_are_one_line(model, chats, tmp_path, case, capsys):
+    over, named = WRONG[case]
+    if case == "offload on a CPU" and jax.default_backend() != "cpu":
+        pytest.skip("the device can offload")
+    check_refused(arguments(model, chats, tmp_path / "run", **over), named, tmp_path, capsys)
+
+
+FILES = {
+    "empty": ("", "empty.jsonl"),
+    "missing column": ('{"question": "a", "answer": "b"}\n', "question"),
+    "broken line": ('{"text": "a b c"}\n{"text": \n', "broken line.jsonl:2"),
+    "no answer": ('{"prompt": "a", "completion": ""}\n', "no answer.jsonl:1"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_files_are_one_line(model, tmp_path, case, capsys):
+    content, named = FILES[case]
+    data = tmp_path / f"{case}.jsonl"
+    data.write_text(content, encoding="utf-8")
+    check_refused(arguments(model, data, tmp_path / "run"), named, tmp_path, capsys)
+
+
+def test_a_token_past_the_table_is_one_line(chats, tmp_path, capsys):
+    small = tiny_folder(tmp_path / "small", vocab_size=100)
+    check_refused(arguments(small, chats, tmp_path / "run"), "100 rows", tmp_path, capsys)
+
+
+def test_an_unreadable_tensor_is_one_line(chats, tmp_path, capsys):
+    cut = tiny_folder(tmp_path / "cut")
+    file = cut / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    check_refused(arguments(cut, chats, tmp_path / "run"), "model.safetensors", tmp_path, capsys)
+
+
+def check_refused(args: list[str], named: str, tmp_path: Path, capsys) -> None:
+    """The command ends with code 2 and one line that names the thing, and writes nothing."""
+    from jaxft import cli
+
+    with pytest.raises(SystemExit) as end:
+        cli.run(train.main, args)
+    assert end.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert named in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()

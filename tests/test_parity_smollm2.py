@@ -37,7 +37,7 @@ MODEL = user_cache() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHIPPED = Path(__file__).resolve().parents[1] / "scripts" / "data"
 STEPS, RANK, ALPHA, SEED = 20, 8, 16.0, 42
 OPTIMIZER = {"learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.85}
-LOSS, GRAD_NORM = 1e-3, 1e-2  # relative
+LOSS, GRAD_NORM = 1e-4, 1e-3  # relative; seen: 3e-6 and 1.3e-5
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def test_peft_loads_the_adapter(ours, base):
     for module in model.modules():
         if hasattr(module, "lora_A"):
             module.scaling["default"] /= 2
-    assert relative(ours.eval_loss[1], theirs.mean_loss(model, ours.held_out)) > 10 * LOSS
+    assert relative(ours.eval_loss[1], theirs.mean_loss(model, ours.held_out)) > 100 * LOSS
 
 
 def test_controls(ours, checkpoint, weights, base, initial):
@@ -288,7 +288,8 @@ def test_controls(ours, checkpoint, weights, base, initial):
         "weights not quantised": theirs.mean_loss(dense, documents),
     }
     for name, loss in wrong.items():
-        print(f"\n{name}: {loss:.5f}, {relative(first['loss'], loss):.1%} off", end="")
+        print(f"\n{name}: {loss:.5f}, {relative(first['loss'], loss):.2%} off", end="")
+    print(f"\nits gradient norm: {relative(first['grad_norm'], its_norm):.2%} off")
     for name, loss in wrong.items():
-        assert relative(first["loss"], loss) > 3 * LOSS, name
-    assert relative(first["grad_norm"], its_norm) > GRAD_NORM
+        assert relative(first["loss"], loss) > 10 * LOSS, name
+    assert relative(first["grad_norm"], its_norm) > 10 * GRAD_NORM

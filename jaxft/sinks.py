@@ -24,11 +24,14 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a logged step. Opening it drops what lies after `step`."""
+    """metrics.jsonl: one JSON object a line.
+
+    Opening it drops what lies after the update that the run goes on from; all of it at 0.
+    """
 
     def __init__(self, path: Path, step: int):
         kept = []
-        if path.exists():
+        if path.exists() and step > 0:
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if line and json.loads(line)["step"] <= step]
         temporary = path.with_suffix(".part")

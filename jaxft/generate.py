@@ -41,11 +41,13 @@ def generate(
 
 def stop_tokens(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """Ids that end an answer: the generation config's, the config's, the tokenizer's EOS."""
-    stop = set()
+    stop: set[int] = set()
     for source in (checkpoint.generation_config or {}, checkpoint.config):
         ids = source.get("eos_token_id")
-        stop |= set(ids if isinstance(ids, list) else [ids])
-    return frozenset(stop - {None} | {tokenizer.eos_token_id})
+        stop.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if isinstance(tokenizer.eos_token_id, int):
+        stop.add(tokenizer.eos_token_id)
+    return frozenset(stop)
 
 
 def _stream(

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxft.errors import UserError
 from jaxft.model.decoder import Decoder
+from jaxft.model.layer import Group
 from jaxft.model.linear import Linear
 from jaxft.model.variables import Frozen
 from jaxft.quant import Adapter
@@ -110,7 +111,7 @@ def set_adapter_arrays(decoder: Decoder, arrays: dict[str, tuple[np.ndarray, np.
             variable.set_value(jnp.stack([jnp.asarray(arrays[n][i], jnp.float32) for n in names]))
 
 
-def _paths(decoder: Decoder) -> Iterator[tuple[str, nnx.Module, Linear]]:
+def _paths(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
     """Every projection with its path inside a layer ("self_attn.q_proj") and its group."""
     for group in decoder.groups:
         for path, module in nnx.iter_modules(group.layers):
@@ -118,7 +119,7 @@ def _paths(decoder: Decoder) -> Iterator[tuple[str, nnx.Module, Linear]]:
                 yield ".".join(map(str, path)), group, module
 
 
-def _projections(decoder: Decoder) -> Iterator[tuple[str, nnx.Module, Linear]]:
+def _projections(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
     """Every projection with its own name ("q_proj") and its group."""
     for path, group, module in _paths(decoder):
         yield path.rpartition(".")[2], group, module

@@ -27,7 +27,7 @@ def sum_of_losses(
       checkpointing: one of `jaxft.model.remat.POLICIES`.
     """
     hidden = decoder(tokens, segment_ids, dropout_key=dropout_key, checkpointing=checkpointing)
-    return cross_entropy(hidden, decoder.head.astype(hidden.dtype), targets).sum()
+    return cross_entropy(hidden, decoder.head, targets).sum()
 
 
 def count_targets(targets: jax.Array) -> jax.Array:

@@ -118,7 +118,7 @@ class Recorder:
             return
         peak = peak_flops()
         flops = step_flops(self._model, pending.tokens, count)
-        line = {
+        line: dict[str, float | None] = {
             "loss": loss if count else None,
             "learning_rate": float(values.learning_rate),
             "grad_norm": norm,
@@ -135,7 +135,7 @@ class Recorder:
             tokens_per_second=pending.tokens / seconds,
         )
 
-    def write(self, step: int, line: dict[str, float | int | None]) -> None:
+    def write(self, step: int, line: dict[str, float | None]) -> None:
         """Send numbers of a step to every sink."""
         for sink in self._sinks:
             sink.write(step, line)

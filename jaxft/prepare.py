@@ -3,9 +3,11 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.config import TrainConfig
@@ -17,11 +19,14 @@ from jaxft.data.examples import (
     check_token_ids,
     split_examples,
 )
+from jaxft.data.layouts import detect
 from jaxft.data.loader import Loader
 from jaxft.data.report import Statistics, statistics
 from jaxft.data.sources import read_rows, resolve
 from jaxft.errors import UserError
 from jaxft.model.config import ModelConfig
+from jaxft.report import progress_bar
+from pallas_kernels.report import picked
 
 Sections = Mapping[str, Sequence[tuple[str, object]]]
 
@@ -44,7 +49,10 @@ class Data:
 
 
 def prepare_data(
-    config: TrainConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerFast
+    config: TrainConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    console: Console,
 ) -> Data:
     """Read, encode, check and pack the rows that `config` names.
 
@@ -56,14 +64,15 @@ def prepare_data(
             f"--max_length {config.max_length} is more than the model's "
             f"max_position_embeddings {model.max_position_embeddings}"
         )
-    rows, overflow = _examples(
-        config, model, tokenizer, config.dataset_name, config.dataset_train_split
-    )
+    source = resolve(config.dataset_name, config.dataset_train_split)
+    rows, overflow = _examples(config, model, tokenizer, source, console)
     held_out: list[Example] = []
     if config.eval_split_ratio:
         rows, held_out = split_examples(rows, config.eval_split_ratio, config.seed)
     elif config.eval_dataset_name:
-        held_out, _ = _examples(config, model, tokenizer, config.eval_dataset_name, "train")
+        held_out, _ = _examples(
+            config, model, tokenizer, resolve(config.eval_dataset_name, "train"), console
+        )
     train = Loader(
         rows,
         max_length=config.max_length,
@@ -74,26 +83,33 @@ def prepare_data(
         num_epochs=config.num_train_epochs,
         num_steps=None if config.max_steps == -1 else config.max_steps,
     )
-    evaluation = held_out and Loader(
-        held_out,
-        max_length=config.max_length,
-        packing=config.packing,
-        batch_size=config.per_device_eval_batch_size,
-        shuffle=False,
-    )
+    evaluation = None
+    if held_out:
+        evaluation = Loader(
+            held_out,
+            max_length=config.max_length,
+            packing=config.packing,
+            batch_size=config.per_device_eval_batch_size,
+            shuffle=False,
+        )
     numbers = statistics(train, tokenizer, overflow)
-    return Data(train, evaluation or None, numbers, _fingerprint(rows))
+    return Data(train, evaluation, numbers, _fingerprint(rows))
 
 
 def _examples(
     config: TrainConfig,
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerFast,
-    name: str,
-    split: str,
+    path: Path,
+    console: Console,
 ) -> tuple[list[Example], OverflowReport]:
-    rows = read_rows(resolve(name, split))
-    examples = encode(rows, tokenizer, text_field=config.dataset_text_field)
+    rows = read_rows(path)
+    unused = detect(rows, config.dataset_text_field).unused
+    if unused:
+        text = f"note: {path.name}: columns not used: {', '.join(unused)}"
+        console.print(text, soft_wrap=True)
+    with progress_bar(f"tokenizing {path.name}", console) as progress:
+        examples = encode(rows, tokenizer, text_field=config.dataset_text_field, progress=progress)
     check_token_ids(examples, tokenizer, model.vocab_size)
     return apply_overflow(examples, config.max_length, config.overflow)
 
@@ -116,7 +132,7 @@ def preflight(
     per_layer = _adapter_size(config, model)
     sections: dict[str, list[tuple[str, object]]] = {
         "model": [
-            ("base", config.model_name_or_path),
+            ("base", config.model_name_or_path + _where(config)),
             ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
             ("trainable", f"{per_layer * len(model.layers):,} parameters, rank {config.lora_r}"),
         ],
@@ -140,7 +156,7 @@ def preflight(
                 f"{loader.num_steps:,} of {loader.shape[0]} x {loader.shape[1]} rows"
                 + (f", from {start:,} on" if start else ""),
             ),
-            ("kernels", "xla"),
+            ("kernels", _kernels()),
             ("output", config.output_dir),
         ],
     }
@@ -149,10 +165,23 @@ def preflight(
     return sections
 
 
+def _where(config: TrainConfig) -> str:
+    """Whoever loads the adapter looks for its base under the name given here."""
+    local = Path(config.model_name_or_path).expanduser().exists()
+    return " (local: others will not find it by this name)" if local else ""
+
+
 def _weights(config: TrainConfig) -> str:
     if not config.load_in_4bit:
         return "as in the checkpoint"
     return "NF4" + (" with double quantisation" if config.use_bnb_nested_quant else "")
+
+
+def _kernels() -> str:
+    by_name: dict[str, list[str]] = {}
+    for op, name in picked().items():
+        by_name.setdefault(name, []).append(op)
+    return "; ".join(f"{name}: {', '.join(ops)}" for name, ops in by_name.items())
 
 
 def _documents(numbers: Statistics) -> str:

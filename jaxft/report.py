@@ -118,7 +118,7 @@ def training_display(
 def progress_bar(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
     """A bar with time left for `what`, moved by calling it with (done, total).
 
-    Without a terminal it is one plain line at the end.
+    Without a terminal it is one plain line at the end, where that took a second or more.
     """
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -130,8 +130,9 @@ def progress_bar(what: str, console: Console) -> Iterator[Callable[[int, int], N
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-    if not console.is_terminal:
-        _line(f"{what}: {duration(time.monotonic() - began)}", console)
+    seconds = time.monotonic() - began
+    if seconds >= 1 and not console.is_terminal:
+        _line(f"{what}: {duration(seconds)}", console)
 
 
 def duration(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """A run's folder: whether a run may start in it, and where a resumed one goes on."""
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,13 @@ def run_identity(config: TrainConfig, fingerprint: str, total_steps: int) -> dic
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options["lora_target_modules"] = list(options["lora_target_modules"])
     return {"options": options, "data": fingerprint, "total_steps": total_steps}
+
+
+def is_evaluated(folder: Path, step: int) -> bool:
+    """Whether metrics.jsonl has an eval_loss after `step` updates."""
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    metrics = [json.loads(line) for line in text.splitlines()]
+    return any(line["step"] == step and "eval_loss" in line for line in metrics)
 
 
 def open_run_folder(config: TrainConfig) -> Path:

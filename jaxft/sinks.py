@@ -14,7 +14,7 @@ from jaxft.errors import UserError
 class Sink(Protocol):
     """A place that takes numbers by step."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record these values."""
         ...
 
@@ -24,11 +24,14 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a logged step. Opening it drops what lies after `step`."""
+    """metrics.jsonl: one JSON object a line.
+
+    Opening it drops what lies after the update that the run goes on from; all of it at 0.
+    """
 
     def __init__(self, path: Path, step: int):
         kept = []
-        if path.exists():
+        if path.exists() and step > 0:
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if line and json.loads(line)["step"] <= step]
         temporary = path.with_suffix(".part")
@@ -36,7 +39,7 @@ class MetricsFile:
         temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Append a line and flush it."""
         print(json.dumps({"step": step, **values}), file=self._file, flush=True)
 
@@ -52,10 +55,12 @@ class TensorBoard:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        # protobuf makes its classes when it is imported, unseen by a type checker
+        self._event = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+        self._summary = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._writer = EventFileWriter(str(folder))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record these values as scalars."""
         scalars = [
             self._summary.Value(tag=name, simple_value=value)
@@ -74,11 +79,11 @@ class WandB:
     """Weights & Biases."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(dir=str(folder), config=dict(config))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record these values."""
         self._run.log(dict(values), step=step)
 

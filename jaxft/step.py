@@ -1,6 +1,6 @@
 """The training step: one packed batch in, an updated adapter out, in one compiled function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxft.loss import count_targets, sum_of_losses
 
-Batch = dict[str, jax.Array]  # tokens, segment_ids, targets: int32 [A, B, T], A micro-batches
+Batch = Mapping[str, Any]  # tokens, segment_ids, targets: int32 [A, B, T], A micro-batches
 EvalStep = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -39,7 +39,8 @@ class StepMetrics:
 
 def split(decoder: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """The model as structure, trained tree and frozen tree."""
-    return nnx.split(decoder, nnx.LoRAParam, ...)
+    structure, trained, frozen = nnx.split(decoder, nnx.LoRAParam, ...)
+    return structure, trained, frozen
 
 
 def init_state(trained: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:

@@ -36,7 +36,7 @@ from jaxft.report import (
     progress_bar,
     training_display,
 )
-from jaxft.run_folder import Start, find_start, open_run_folder, run_identity
+from jaxft.run_folder import Start, find_start, is_evaluated, open_run_folder, run_identity
 from jaxft.signals import stop_request
 from jaxft.sinks import open_sinks
 from jaxft.step import EvalStep, init_state, make_eval_step, make_train_step, split
@@ -61,7 +61,7 @@ def run(config: TrainConfig) -> int:
     check_checkpointing(config.gradient_checkpointing)
     checkpoint = open_checkpoint(config.model_name_or_path)
     model = read_config(checkpoint.config)
-    data = prepare_data(config, model, checkpoint.tokenizer())
+    data = prepare_data(config, model, checkpoint.tokenizer(), console)
     identity = run_identity(config, data.fingerprint, data.train.num_steps)
     start = find_start(config, identity)
     dtype = compute_dtype(config.dtype)
@@ -70,6 +70,8 @@ def run(config: TrainConfig) -> int:
     storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
     with progress_bar("loading layers", console) as progress:
         decoder = load_decoder(checkpoint, storage, progress)
+    if model.tie_word_embeddings and not decoder.config.tie_word_embeddings:
+        console.print("note: config.json ties the head, but the file has another one: it is used")
     adapter = _adapter_config(config)
     add_adapters(decoder, adapter, config.seed)
     folder = open_run_folder(config)
@@ -78,7 +80,7 @@ def run(config: TrainConfig) -> int:
     if stopped is not None:
         return 128 + stopped
     export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data))
-    console.print(f"adapter written to {folder}")
+    console.print(f"adapter written to {folder}", soft_wrap=True)
     return 0
 
 
@@ -125,8 +127,8 @@ def train(
             began = time.perf_counter()
             update = update.lower(state, frozen, loader.batch(step)).compile()
             display.note(f"compiled the update in {duration(time.perf_counter() - began)}")
-        if step == 0:
-            _evaluate(evaluate, state.trained, frozen, data.evaluation, 0, recorder, display)
+        if step == 0 or (_due(step, config.eval_steps) and not is_evaluated(folder, step)):
+            _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
         recorder.restart_clock()
         stopped = None
         while step < total and stopped is None:
@@ -136,7 +138,8 @@ def train(
             recorder.add(step, metrics, int(np.count_nonzero(batch["segment_ids"])))
             stopped = stop.signal  # read once: it may be set at any moment
             save = stopped is not None or step == total or _due(step, config.save_steps)
-            evaluation = stopped is None and (step == total or _due(step, config.eval_steps))
+            # one that a stop leaves out is made up for by the run that goes on from here
+            evaluation = step == total or (stopped is None and _due(step, config.eval_steps))
             if save or evaluation:
                 recorder.flush()
             if save:
@@ -145,12 +148,13 @@ def train(
                 _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
             recorder.restart_clock()
     nnx.update(decoder, state.trained)
-    if step < total:
+    if stopped is not None and step < total:
         display.note(
             f"stopped by {stopped.name} after update {step} of {total}; go on with the same "
             "command and --resume_from_checkpoint latest"
         )
-    return stopped if step < total else None
+        return stopped
+    return None
 
 
 def _evaluate(

@@ -89,11 +89,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 class RandomCheckpoint:
     """A checkpoint of random bfloat16 weights, made on the device as they are read."""
 
-    generation_config = None
-
     def __init__(self, shape: str):
         self.source = shape
         self.config = SHAPES[shape]
+        self.generation_config: dict[str, Any] | None = None
         self._shapes = dict(_tensors(self.config))
 
     def names(self) -> frozenset[str]:
@@ -104,7 +103,7 @@ class RandomCheckpoint:
         """Its shape."""
         return self._shapes[name]
 
-    def read(self, name: str) -> jax.Array:
+    def read(self, name: str) -> Any:
         """Normal numbers of a trained model's size; norms are 1."""
         shape = self._shapes[name]
         if len(shape) == 1:

@@ -72,6 +72,7 @@ def answers(config: TrainConfig, question: str) -> tuple[str, str]:
     decoder = load_decoder(checkpoint, storage)
     chat = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str)
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def answer() -> str:
@@ -82,7 +83,7 @@ def answers(config: TrainConfig, question: str) -> tuple[str, str]:
             max_new_tokens=48,
             temperature=0.3,
         )
-        return tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
     base = answer()
     import_adapter(Path(config.output_dir), decoder)

@@ -104,14 +104,17 @@ def test_a_run_learns_and_writes_everything(straight):
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_and_resumed_is_bit_equal(model, chats, straight, tmp_path, monkeypatch, number):
+# An update is recorded when the next one is on its way: the second stop falls on an evaluation.
+@pytest.mark.parametrize(("step", "number"), [(7, signal.SIGTERM), (9, signal.SIGINT)])
+def test_stopped_and_resumed_is_bit_equal(
+    model, chats, straight, tmp_path, monkeypatch, step, number
+):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        stop_after(7, number, patch)
+        stop_after(step, number, patch)
         assert train.run(config(model, chats, folder)) == 128 + number
     stopped_at = Checkpoints(folder / "checkpoints").steps()[-1]
-    assert 7 <= stopped_at < 12
+    assert stopped_at == step + 1
     assert not (folder / "adapter_model.safetensors").exists()
     # what a killed run may have written past its checkpoint
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -226,6 +229,66 @@ def test_frozen_tensors_do_not_move(model, chats, tmp_path):
     trained_bytes = sum(x.nbytes for x in start)
     moments = sum(x.nbytes for x in jax.tree.leaves(state.optimizer))
     assert moments <= 2 * trained_bytes + 64
+
+
+@pytest.mark.parametrize(("rows", "updates"), [(5, 4), (3, 2)])
+def test_short_windows_end_each_epoch(model, tmp_path, rows, updates):
+    """Equal rows at rate 0: every update has the same loss and gradient, also the short ones."""
+    data = tmp_path / "rows.jsonl"
+    row = {"prompt": "tide and", "completion": " lamp"}
+    data.write_text((json.dumps(row) + "\n") * rows, encoding="utf-8")
+    over = {
+        "packing": False,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "max_steps": -1,
+        "learning_rate": 0,
+        "lora_dropout": 0,
+        "eval_split_ratio": 0,
+        "eval_steps": None,
+    }
+    assert train.run(config(model, data, tmp_path / "run", **over)) == 0
+    metrics = lines(tmp_path / "run")
+    assert len(metrics) == updates
+    assert {line["target_tokens"] for line in metrics} == {
+        6 * min(rows, 4),
+        6 * ((rows - 1) % 4 + 1),
+    }
+    assert max(line["loss"] for line in metrics) - min(line["loss"] for line in metrics) < 1e-6
+    norms = [line["grad_norm"] for line in metrics]
+    assert max(norms) - min(norms) < 1e-5
+    assert min(norms) > 0
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_gives_our_logits(model, chats, tmp_path, rslora):
+    """The exported adapter on transformers' model is the model that was trained."""
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from helpers import FP32, logits
+    from transformers import AutoModelForCausalLM
+
+    from jaxft.formats.loading import load_decoder
+
+    folder = tmp_path / "run"
+    over = {"use_rslora": rslora, "lora_alpha": 0.5 if rslora else 16.0, "load_in_4bit": False}
+    assert train.run(config(model, chats, folder, max_steps=4, **over)) == 0
+    decoder = load_decoder(open_checkpoint(str(model)), FP32)
+    tokens = np.random.default_rng(0).integers(4, 250, (2, 40))
+    plain = logits(decoder, tokens)
+    adapter = import_adapter(folder, decoder)
+    assert (adapter.use_rslora, adapter.lora_alpha) == (rslora, over["lora_alpha"])
+    assert adapter.base_model_name_or_path == str(model)
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, folder)
+    scaling = theirs.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"]
+    assert scaling == pytest.approx(0.25 if rslora else 4.0)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(logits(decoder, tokens) - expected).max() < 1e-4
+    assert np.abs(plain - expected).max() > 1e-2
 
 
 # --- the command as a user runs it -------------------------------------------------------------

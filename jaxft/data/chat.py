@@ -32,9 +32,13 @@ _BATCH = 1000  # rows a tokenizer call
 
 
 def encode(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast, *, text_field: str = "text"
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    text_field: str = "text",
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Example]:
-    """Token ids and loss mask of every row, in order.
+    """Token ids and loss mask of every row, in order; `progress` is told (done, total).
 
     Raises UserError naming the row for anything that cannot be trained as it stands.
     """
@@ -42,7 +46,11 @@ def encode(
     templated = bool(tokenizer.chat_template)
     documents = [parse(row, layout, text_field=text_field, as_chat=templated) for row in rows]
     encoder = _encoder(documents[0], tokenizer)
-    return [example for batch in batched(documents, _BATCH) for example in encoder(list(batch))]
+    examples: list[Example] = []
+    for batch in batched(documents, _BATCH):
+        examples += encoder(list(batch))
+        progress(len(examples), len(documents))
+    return examples
 
 
 def _encoder(first: Document, tokenizer: PreTrainedTokenizerFast) -> Callable[[Any], list[Example]]:

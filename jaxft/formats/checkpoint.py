@@ -37,9 +37,9 @@ class Checkpoints:
     def meta(self, step: int) -> dict[str, Any]:
         """The JSON of a step's checkpoint."""
         self._check(step)
-        return self._manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        ).meta
+        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
+            "meta"
+        ]
 
     def restore(self, step: int, like: Any) -> Any:
         """The tree of a step's checkpoint, with the structure, shapes and dtypes of `like`.
@@ -51,7 +51,7 @@ class Checkpoints:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _flat(like))
         args = ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
         try:
-            tree = self._manager.restore(step, args=args).tree
+            tree = self._manager.restore(step, args=args)["tree"]
         except (ValueError, KeyError) as fault:
             reason = str(fault).splitlines()[0]
             raise UserError(f"{self.folder / str(step)} holds another adapter: {reason}") from fault

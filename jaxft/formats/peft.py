@@ -77,6 +77,8 @@ def save_adapter(folder: Path, config: AdapterConfig, adapters: Adapters) -> Non
     with replacing_files(folder, last=CONFIG) as temporary:
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         write_json(temporary / CONFIG, _config_dict(config))
+        # safetensors makes its file readable by the owner alone
+        (temporary / WEIGHTS).chmod((temporary / CONFIG).stat().st_mode & 0o777)
         again_config, again = load_adapter(temporary)
         written = {
             f"base_model.model.{path}.lora_{part}.weight": value

@@ -66,6 +66,7 @@ class Attention(nnx.Module):
             attention_factor=self.rope.attention_factor,
         )
         if cache is not None:
+            assert where.cache_index is not None
             cache = cache.write(k, v, where.cache_index)
             k, v = cache.k, cache.v
         out = attention(q, k, v, where.plan, scale=self.head_dim**-0.5)

@@ -1,5 +1,7 @@
 """A projection: a frozen weight, and room for an adapter."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +19,7 @@ class Linear(nnx.Module):
         self.compute = storage.compute
         self.weight = Frozen(storage.matrix(jnp.zeros((out_features, in_features))))
         self.bias = nnx.data(Frozen(jnp.zeros(out_features)) if bias else None)
-        self.adapter = nnx.data(None)
+        self.adapter: Any = nnx.data(None)  # a lora.Lora, once there is one
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """`[..., in]` -> `[..., out]` in the compute dtype; a key draws the dropout mask."""

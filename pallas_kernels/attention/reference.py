@@ -107,7 +107,8 @@ def _block_size(q: jax.Array, k: jax.Array) -> int:
 
 
 def _blocks(q: jax.Array, plan: Plan, k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return tuple(_split(x, q, k) for x in (q, plan.q_segments, plan.q_positions))
+    queries, segments, positions = (_split(x, q, k) for x in (q, plan.q_segments, plan.q_positions))
+    return queries, segments, positions
 
 
 def _split(x: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:

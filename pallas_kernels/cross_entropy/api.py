@@ -45,7 +45,7 @@ def cross_entropy(
         implementation that is unknown or cannot serve the call.
     """
     _check(hidden, head, targets, softcap, chunk_size)
-    choose("cross_entropy", implementation, {"xla": None})
+    choose("cross_entropy", implementation, capabilities())
     tokens = targets.size
     if tokens == 0:
         return jnp.zeros(targets.shape, jnp.float32)
@@ -53,11 +53,16 @@ def cross_entropy(
     nll = reference.cross_entropy(
         hidden.reshape(tokens, -1),
         head,
-        targets.reshape(tokens),
+        jnp.asarray(targets).reshape(tokens),
         None if softcap is None else float(softcap),
         min(chunk, tokens),
     )
     return nll.reshape(targets.shape)
+
+
+def capabilities() -> dict[str, str | None]:
+    """Implementations in order of preference, with the reason where one cannot serve."""
+    return {"xla": None}
 
 
 def _check(

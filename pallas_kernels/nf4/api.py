@@ -52,8 +52,13 @@ def dequantize(q: NF4, dtype: DTypeLike, implementation: str = "auto") -> jax.Ar
     _check(q)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"nf4.dequantize: expected a float dtype, got {jnp.dtype(dtype)}")
-    choose("nf4.dequantize", implementation, {"xla": None})
+    choose("nf4.dequantize", implementation, capabilities())
     return _dequantize(q, jnp.dtype(dtype))
+
+
+def capabilities() -> dict[str, str | None]:
+    """Implementations in order of preference, with the reason where one cannot serve."""
+    return {"xla": None}
 
 
 @functools.partial(jax.jit, static_argnums=1)

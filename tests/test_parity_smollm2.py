@@ -25,6 +25,7 @@ from jaxft.formats.open import open_checkpoint
 from jaxft.lora import LoraConfig, adapter_arrays, add_adapters
 from jaxft.model.config import read_config
 from jaxft.prepare import prepare_data
+from jaxft.report import make_console
 from pallas_kernels.nf4 import dequantize, quantize
 
 pytest.importorskip("torch")
@@ -120,7 +121,7 @@ def ours(checkpoint, tmp_path_factory) -> Run:
     ]
 
     tokenizer = checkpoint.tokenizer()
-    data = prepare_data(parse(argv), read_config(checkpoint.config), tokenizer)
+    data = prepare_data(parse(argv), read_config(checkpoint.config), tokenizer, make_console())
     return Run(
         folder / "out",
         [line for line in lines if "loss" in line],

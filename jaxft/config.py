@@ -287,6 +287,8 @@ def _check_ranges(config: TrainConfig) -> None:
             raise UserError(f"--{name} must be at least 0 and below 1, got {value:g}")
         if value == "":
             raise UserError(f"--{name} must not be empty")
+        if isinstance(value, int) and value >= 2**31 and name != "seed":
+            raise UserError(f"--{name} must be below 2**31, got {value}")
     if config.max_steps != -1 and config.max_steps < 1:
         raise UserError(
             f"--max_steps must be at least 1, or -1 for whole epochs, got {config.max_steps}"

@@ -107,9 +107,15 @@ class Recorder:
         count = int(values.target_tokens)
         loss, norm = float(values.loss), float(values.grad_norm)
         if count and not (math.isfinite(loss) and math.isfinite(norm)):
+            remedy = (
+                "nothing was learned yet, so look at the model's weights, --lora_alpha and --dtype"
+                if pending.step == 1
+                else "the adapter was left as it was before: lower --learning_rate, or use --dtype "
+                "bfloat16"
+            )
             raise UserError(
-                f"update {pending.step}: loss {loss} and gradient norm {norm} are not finite; the "
-                "adapter was left as it was before: lower --learning_rate, or use --dtype bfloat16"
+                f"update {pending.step}: loss {loss} and gradient norm {norm} are not finite; "
+                + remedy
             )
         if not count:
             self._display.note(f"update {pending.step} has no target tokens: nothing was learned")

@@ -252,7 +252,7 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: month 13, !!int x
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if root is None:
         return {}

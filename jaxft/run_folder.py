@@ -1,13 +1,19 @@
 """A run's folder: whether a run may start in it, and where a resumed one goes on."""
 
+import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxft.config import TrainConfig, to_yaml
 from jaxft.errors import UserError
 from jaxft.formats.checkpoint import Checkpoints
+from jaxft.formats.weights import Checkpoint
+from jaxft.sinks import read_metrics
 
 # Options that may differ between a run and its continuation: none of them moves the adapter.
 FREE = frozenset(
@@ -50,12 +56,9 @@ def find_start(config: TrainConfig, identity: dict[str, Any]) -> Start:
     output, wish = Path(config.output_dir), config.resume_from_checkpoint
     if output.exists() and not output.is_dir():
         raise UserError(f"--output_dir {output} is a file")
+    _check_writable(output)
     if wish is None:
-        if any((output / trace).exists() for trace in TRACES):
-            raise UserError(
-                f"--output_dir {output} holds a run already: name another folder, or go on with "
-                "it by --resume_from_checkpoint latest"
-            )
+        _check_unused(output)
         return Start(0)
     path = output / "checkpoints" if wish == "latest" else Path(wish).absolute().parent
     steps = Checkpoints(path).steps() if path.is_dir() else []
@@ -66,33 +69,69 @@ def find_start(config: TrainConfig, identity: dict[str, Any]) -> Start:
             return Start(0)
         step = steps[-1]
     else:
-        if not Path(wish).name.isdigit() or int(Path(wish).name) not in steps:
+        if not Path(wish).name.isdecimal() or int(Path(wish).name) not in steps:
             raise UserError(f"--resume_from_checkpoint {wish} is no whole checkpoint")
         step = int(Path(wish).name)
     _check_identity(Checkpoints(path).meta(step), identity, path / str(step))
+    if (output / "metrics.jsonl").exists():
+        read_metrics(output / "metrics.jsonl")
     return Start(step, path)
 
 
-def run_identity(config: TrainConfig, fingerprint: str, total_steps: int) -> dict[str, Any]:
+def model_fingerprint(checkpoint: Checkpoint) -> str:
+    """Tells a base model from another of the same shape by one of its matrices."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    if name not in checkpoint.names():
+        return ""  # loading will name it
+    return hashlib.sha256(checkpoint.read(name).astype(np.float32).tobytes()).hexdigest()
+
+
+def run_identity(
+    config: TrainConfig, model: str, fingerprint: str, total_steps: int
+) -> dict[str, Any]:
     """What must be equal for a run to be the continuation of another, as JSON."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options["lora_target_modules"] = list(options["lora_target_modules"])
-    return {"options": options, "data": fingerprint, "total_steps": total_steps}
+    return {"options": options, "model": model, "data": fingerprint, "total_steps": total_steps}
 
 
 def is_evaluated(folder: Path, step: int) -> bool:
     """Whether metrics.jsonl has an eval_loss after `step` updates."""
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    metrics = [json.loads(line) for line in text.splitlines()]
-    return any(line["step"] == step and "eval_loss" in line for line in metrics)
+    lines = read_metrics(folder / "metrics.jsonl")
+    return any(at == step and "eval_loss" in json.loads(line) for at, line in lines)
 
 
 def open_run_folder(config: TrainConfig) -> Path:
     """Make the folder and write config.yaml, the run as it was resolved."""
     folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    if config.resume_from_checkpoint is None:
+        _check_unused(folder)  # again: another process may have begun in it meanwhile
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be written: {error.strerror}") from error
     return folder
+
+
+def _check_unused(folder: Path) -> None:
+    if any((folder / trace).exists() for trace in TRACES):
+        raise UserError(
+            f"--output_dir {folder} holds a run already: name another folder, or go on with it by "
+            "--resume_from_checkpoint latest"
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """UserError where the folder, or the nearest one above it that exists, takes no files."""
+    try:
+        str(folder).encode("utf-8")
+    except UnicodeEncodeError:  # bytes of another encoding, kept by Python as lone surrogates
+        raise UserError(f"--output_dir {folder} is not UTF-8, which checkpoints need") from None
+    there = next(f for f in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(f))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "takes no files" if there.is_dir() else "is no folder"
+        raise UserError(f"--output_dir {folder} cannot be made: {there} {reason}")
 
 
 def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
@@ -100,6 +139,8 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         before = saved["options"].get(name)
         if before != value:
             raise UserError(f"{path} was made with --{name} {before}, this command says {value}")
+    if saved.get("model") != now["model"]:
+        raise UserError(f"{path} was made with other weights of the base model")
     if saved["data"] != now["data"]:
         raise UserError(f"{path} was made with other training rows or another tokenizer")
     if saved["total_steps"] != now["total_steps"]:

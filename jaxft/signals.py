@@ -18,16 +18,20 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Within it, the first SIGINT or SIGTERM is noted; a second one acts as it always does."""
+    """Within it, the first SIGINT or SIGTERM is noted; a second one acts as it always does.
+
+    One that the process was started to ignore (a shell does that for background jobs) stays so.
+    """
     request = StopRequest()
     before = {number: signals.getsignal(number) for number in NUMBERS}
+    before = {number: old for number, old in before.items() if old != signals.SIG_IGN}
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = signals.Signals(number)
         for each, handler in before.items():
             signals.signal(each, handler)
 
-    for number in NUMBERS:
+    for number in before:
         signals.signal(number, note)
     try:
         yield request

@@ -1,5 +1,6 @@
 """Where a run's numbers go: metrics.jsonl, and where asked TensorBoard or Weights & Biases."""
 
+import importlib.util
 import json
 import time
 from collections.abc import Mapping
@@ -23,6 +24,24 @@ class Sink(Protocol):
         ...
 
 
+def read_metrics(path: Path) -> list[tuple[int, str]]:
+    """Step and text of every whole line; a last line that a killed run left unended is not one.
+
+    Raises:
+      UserError: a line that holds no step, by its number.
+    """
+    *ended, _ = path.read_bytes().split(b"\n")
+    lines = []
+    for number, line in enumerate(ended, start=1):
+        try:
+            lines.append((int(json.loads(line)["step"]), line.decode("utf-8")))
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{path}:{number} is no line of metrics: mend or remove it ({error!r})"
+            ) from error
+    return lines
+
+
 class MetricsFile:
     """metrics.jsonl: one JSON object a line.
 
@@ -32,8 +51,7 @@ class MetricsFile:
     def __init__(self, path: Path, step: int):
         kept = []
         if path.exists() and step > 0:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line and json.loads(line)["step"] <= step]
+            kept = [line for at, line in read_metrics(path) if at <= step]
         temporary = path.with_suffix(".part")
         temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         temporary.replace(path)
@@ -92,21 +110,20 @@ class WandB:
         self._run.finish()
 
 
-def open_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:
-    """metrics.jsonl up to `step`, and what `report_to` names.
+def check_report_to(name: str) -> None:
+    """UserError where the package that --report_to needs is not installed."""
+    if name == "none":
+        return
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:  # a bare folder of that name, as wandb leaves one
+        raise UserError(f"--report_to {name} needs a package: pip install 'jaxft[{name}]'")
 
-    Raises:
-      UserError: the package that `report_to` needs is not installed.
-    """
+
+def open_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:
+    """metrics.jsonl up to `step`, and what `report_to` names; see `check_report_to`."""
     extra: list[Sink] = []
-    try:
-        if config.report_to == "tensorboard":
-            extra = [TensorBoard(folder)]
-        elif config.report_to == "wandb":
-            extra = [WandB(folder, asdict(config))]
-    except ModuleNotFoundError as fault:
-        raise UserError(
-            f"--report_to {config.report_to} needs the package {fault.name!r}: "
-            f"pip install 'jaxft[{config.report_to}]'"
-        ) from fault
+    if config.report_to == "tensorboard":
+        extra = [TensorBoard(folder)]
+    elif config.report_to == "wandb":
+        extra = [WandB(folder, asdict(config))]
     return [MetricsFile(folder / "metrics.jsonl", step), *extra]

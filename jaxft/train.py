@@ -4,11 +4,13 @@
 input is found before the model is loaded.
 """
 
+import math
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 from signal import Signals
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -16,6 +18,7 @@ from jaxft import cli
 from jaxft.config import TrainConfig, parse
 from jaxft.data.loader import Loader
 from jaxft.device import cache_compilations, check_checkpointing, compute_dtype
+from jaxft.errors import UserError
 from jaxft.export import export_adapter
 from jaxft.formats.checkpoint import Checkpoints
 from jaxft.formats.loading import load_decoder
@@ -36,15 +39,31 @@ from jaxft.report import (
     progress_bar,
     training_display,
 )
-from jaxft.run_folder import Start, find_start, is_evaluated, open_run_folder, run_identity
+from jaxft.run_folder import (
+    Start,
+    find_start,
+    is_evaluated,
+    model_fingerprint,
+    open_run_folder,
+    run_identity,
+)
 from jaxft.signals import stop_request
-from jaxft.sinks import open_sinks
+from jaxft.sinks import check_report_to, open_sinks
 from jaxft.step import EvalStep, init_state, make_eval_step, make_train_step, split
 
 
 def main(argv: list[str]) -> int:
     """The command; its exit code is 0, or 128 + the signal that stopped the run."""
-    return run(parse(argv))
+    config = parse(argv)
+    try:
+        return run(config)
+    except jax.errors.JaxRuntimeError as fault:
+        if "RESOURCE_EXHAUSTED" not in str(fault):
+            raise
+        raise UserError(
+            "the device's memory ran out: lower --per_device_train_batch_size, --max_length or "
+            f"--lora_r ({str(fault).splitlines()[0]})"
+        ) from fault
 
 
 def run(config: TrainConfig) -> int:
@@ -59,10 +78,13 @@ def run(config: TrainConfig) -> int:
     cache_compilations()
     console = make_console()
     check_checkpointing(config.gradient_checkpointing)
+    check_report_to(config.report_to)
     checkpoint = open_checkpoint(config.model_name_or_path)
     model = read_config(checkpoint.config)
     data = prepare_data(config, model, checkpoint.tokenizer(), console)
-    identity = run_identity(config, data.fingerprint, data.train.num_steps)
+    identity = run_identity(
+        config, model_fingerprint(checkpoint), data.fingerprint, data.train.num_steps
+    )
     start = find_start(config, identity)
     dtype = compute_dtype(config.dtype)
     print_preflight(preflight(config, model, data, dtype.name, start.step), console)
@@ -143,6 +165,7 @@ def train(
             if save or evaluation:
                 recorder.flush()
             if save:
+                _check_finite(state.trained, step)
                 checkpoints.save(step, state, identity)
             if evaluation:
                 _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
@@ -175,8 +198,18 @@ def _evaluate(
         batch_total, count = evaluate(trained, frozen, loader.batch(i))
         total, targets = total + float(batch_total), targets + int(count)
     loss = total / targets
+    if not math.isfinite(loss):
+        raise UserError(f"update {step}: eval_loss is {loss}: lower --learning_rate")
     recorder.write(step, {"eval_loss": loss})
     display.note(f"update {step}: eval_loss {loss:.4f}")
+
+
+def _check_finite(trained: nnx.State, step: int) -> None:
+    """A finite gradient may still have made a step out of range; no loss tells of the last one."""
+    if not all(np.isfinite(jax.device_get(leaf)).all() for leaf in jax.tree.leaves(trained)):
+        raise UserError(
+            f"update {step}: the adapter is not finite and is not saved: lower --learning_rate"
+        )
 
 
 def _due(step: int, every: int | None) -> bool:

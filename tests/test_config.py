@@ -188,6 +188,9 @@ def test_the_command_line_wins_over_yaml(tmp_path):
         ("- seed\n", ["option: value"]),
         ("seed: [1\n", ["not valid YAML"]),
         ("config: other.yaml\n", [":1:", "'config'"]),
+        ("seed: 2020-13-45\n", ["not valid YAML", "month"]),
+        ("seed: !!int many\n", ["not valid YAML", "'many'"]),
+        ("seed: " + "9" * 5000, ["not valid YAML", "digits"]),
     ],
 )
 def test_a_fault_in_yaml_names_file_line_and_key(tmp_path, text, parts):

@@ -66,6 +66,8 @@ def test_origin_counts_blank_lines(tmp_path):
         (b"null", "must be a JSON object"),
         (b'{"text": "\xe9"}', "not UTF-8"),
         (b'{"text": "\\ud83d"}', "not UTF-8"),
+        (b'{"text": "a", "id": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"text": ' + b"[" * 200_000, "recursion"),
     ],
 )
 def test_bad_line_is_named(tmp_path, line, reason):

@@ -203,6 +203,10 @@ FAULTS = {
     "header is no JSON": (write(SHARDS[0], struct.pack("<Q", 2) + b"xx"), [SHARDS[0], "header"]),
     "lfs shard": (write(SHARDS[2], LFS), [SHARDS[2], "git-lfs", "git lfs pull"]),
     "index without map": (write(INDEX, "{}"), [INDEX, "weight_map"]),
+    "index names no file": (
+        write(INDEX, '{"weight_map": {"a": ["b"]}}'),
+        [INDEX, "name of a file"],
+    ),
     "index names an absent tensor": (
         unknown_tensor,
         [SHARDS[1], "model.layers.9.self_attn.q_proj.weight"],

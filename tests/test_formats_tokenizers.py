@@ -152,6 +152,9 @@ assert sys.argv[1] == "blocked" or "torch" not in sys.modules
         (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "save_pretrained"]),
         (lambda f: (f / "tokenizer.json").write_text("{"), ["tokenizer.json", "JSON"]),
         (lambda f: (f / "tokenizer_config.json").write_text(""), ["tokenizer_config.json"]),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), ["cannot be read"]),
+        (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": 3}'), ["eos_token"]),
+        (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), ["utf-8"]),
     ],
 )
 def test_faults_are_one_line(tmp_path, damage, parts):

@@ -130,6 +130,28 @@ def test_layers_of_two_dtypes_are_named(untied):
     load(untied, NF4_FP32)  # stored alike once quantised
 
 
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"hidden_size": "64"}, ["hidden_size", "whole number", "'64'"]),
+        ({"num_hidden_layers": -2}, ["num_hidden_layers", "-2"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"head_dim": 15}, ["15", "pairs"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads 3", "multiple"]),
+        ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "'1e-5'"]),
+        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "'no'"]),
+        ({"rope_parameters": [1]}, ["rope_parameters", "[1]"]),
+        ({"rope_parameters": {"rope_theta": -4}}, ["rope_theta", "-4"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, ["factor", "None"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ["factor", "0"]),
+    ],
+)
+def test_settings_of_the_wrong_kind_are_named(untied, settings, parts):
+    load(untied, NF4_FP32)
+    refused(edit_config(untied, settings), "config.json", *parts)
+
+
 def test_unknown_settings_are_named(untied):
     rope = {"rope_type": "foo", "rope_theta": 10000.0}
     refused(edit_config(untied, {"rope_parameters": rope}), "rope_type 'foo'", "llama3")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from jaxft.export import import_adapter
 from jaxft.formats.checkpoint import Checkpoints
 from jaxft.formats.open import open_checkpoint
 from jaxft.lora import adapter_arrays
+from jaxft.signals import stop_request
 
 ROOT = Path(__file__).resolve().parents[1]
 EXACT = ("step", "loss", "learning_rate", "grad_norm", "target_tokens", "eval_loss")
@@ -149,6 +151,62 @@ def test_resuming_refuses_another_run(model, chats, straight, tmp_path):
     with pytest.raises(UserError, match="holds a run already"):
         train.run(config(model, chats, straight))
     assert not (tmp_path / "a").exists()
+
+
+def test_resuming_refuses_other_weights(model, chats, straight, tmp_path):
+    other = tiny_folder(tmp_path / "other", seed=1)
+    resumed = {"resume_from_checkpoint": str(straight / "checkpoints" / "12")}
+    with pytest.raises(UserError, match="other weights of the base model"):
+        train.run(config(other, chats, tmp_path / "a", **resumed))
+
+
+def cut_back(straight: Path, folder: Path) -> Path:
+    """A copy of the finished run as a killed one would look; its checkpoint is the last."""
+    shutil.copytree(straight, folder)
+    (folder / "adapter_model.safetensors").unlink()
+    return folder
+
+
+def test_a_line_that_was_being_written_is_dropped(model, chats, straight, tmp_path):
+    folder = cut_back(straight, tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 13, "lo')
+    assert train.run(config(model, chats, folder, resume_from_checkpoint="latest")) == 0
+    assert lines(folder) == lines(straight)
+
+
+def empty(folder: Path) -> None:
+    (folder / "checkpoints" / "20").mkdir()
+
+
+def cut_tree(folder: Path) -> None:
+    file = folder / "checkpoints" / "12" / "tree" / "_METADATA"
+    file.write_text(file.read_text()[:100])
+
+
+def cut_meta(folder: Path) -> None:
+    (folder / "checkpoints" / "12" / "meta" / "metadata").write_text('{"opt')
+
+
+def spoil_metrics(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n[1]\n{"step": 2}\n')
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (empty, r"checkpoints/20 is damaged"),
+        (cut_tree, r"checkpoints/12 is damaged"),
+        (cut_meta, r"checkpoints/12 is damaged"),
+        (spoil_metrics, r"metrics.jsonl:2 is no line"),
+    ],
+)
+def test_a_damaged_run_is_named(model, chats, straight, tmp_path, damage, named):
+    folder = cut_back(straight, tmp_path / "run")
+    damage(folder)
+    with pytest.raises(UserError, match=named):
+        train.run(config(model, chats, folder, resume_from_checkpoint="latest"))
+    assert not (folder / "adapter_model.safetensors").exists()
 
 
 def test_a_half_written_checkpoint_is_not_taken(model, chats, tmp_path, straight):
@@ -386,6 +444,9 @@ WRONG = {
     "too long": ({"max_length": 1024}, "--max_length 1024"),
     "rows too long": ({"max_length": 8}, "--max_length 8"),
     "offload on a CPU": ({"gradient_checkpointing": "offload"}, "offload"),
+    "odd digit": ({"resume_from_checkpoint": "²"}, "² is no whole checkpoint"),
+    "steps past int32": ({"warmup_steps": 2**31}, "--warmup_steps"),
+    "out of memory": ({"lora_r": 2**30}, "--lora_r"),
 }
 
 
@@ -395,6 +456,66 @@ def test_wrong_options_are_one_line(model, chats, tmp_path, case, capsys):
     if case == "offload on a CPU" and jax.default_backend() != "cpu":
         pytest.skip("the device can offload")
     check_refused(arguments(model, chats, tmp_path / "run", **over), named, tmp_path, capsys)
+
+
+def test_an_impossible_output_is_one_line(model, chats, tmp_path, capsys):
+    args = arguments(model, chats, chats / "run" / "deep")
+    check_refused(args, f"{chats} is no folder", tmp_path, capsys)
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")
+    check_refused(arguments(model, chats, link), f"{link} is no folder", tmp_path, capsys)
+    latin = os.fsdecode(bytes(tmp_path) + b"/\xfc")
+    check_refused(arguments(model, chats, latin), "is not UTF-8", tmp_path, capsys)
+
+
+def test_a_run_that_another_process_began_meanwhile_is_left_alone(
+    model, chats, tmp_path, monkeypatch
+):
+    folder = tmp_path / "run"
+
+    def load_slowly(*args):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("theirs")
+        return real(*args)
+
+    real = train.load_decoder
+    monkeypatch.setattr(train, "load_decoder", load_slowly)
+    with pytest.raises(UserError, match="holds a run already"):
+        train.run(config(model, chats, folder))
+    assert [file.read_text() for file in folder.iterdir()] == ["theirs"]
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_request() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.signal is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.signal == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_missing_reporter_is_one_line(model, chats, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    args = arguments(model, chats, tmp_path / "run", report_to="wandb")
+    check_refused(args, "pip install 'jaxft[wandb]'", tmp_path, capsys)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_step_out_of_range_is_not_saved(model, chats, tmp_path):
+    """The last update's loss is finite, what it made of the adapter is not."""
+    over = {"max_steps": 1, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    folder = tmp_path / "run"
+    with pytest.raises(UserError, match="update 1: the adapter is not finite and is not saved"):
+        train.run(config(model, chats, folder, learning_rate=1e39, **over))
+    assert not (folder / "adapter_model.safetensors").exists()
+    assert Checkpoints(folder / "checkpoints").steps() == []
+    with pytest.raises(UserError, match="update 1: eval_loss is nan"):
+        train.run(config(model, chats, tmp_path / "other", learning_rate=1e38, **over))
+    assert not (tmp_path / "other" / "adapter_model.safetensors").exists()
 
 
 FILES = {

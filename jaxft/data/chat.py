@@ -119,7 +119,7 @@ class ChatEncoder:
                 add_generation_prompt=add_generation_prompt,
                 **self._tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise UserError(
                 f"{chat.origin}: the chat template refuses the roles {chat.roles}: {error}"
             ) from error

@@ -73,6 +73,8 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
         raise UserError(f"{place}: not UTF-8 text ({error.reason})") from error  # type: ignore
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: not JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
+        raise UserError(f"{place}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{place}: a row must be a JSON object, this is a {type(value).__name__}")
     return value

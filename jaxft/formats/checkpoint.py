@@ -37,9 +37,11 @@ class Checkpoints:
     def meta(self, step: int) -> dict[str, Any]:
         """The JSON of a step's checkpoint."""
         self._check(step)
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
-            "meta"
-        ]
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        try:
+            return self._manager.restore(step, args=args)["meta"]
+        except (ValueError, KeyError, OSError) as fault:
+            raise self._damaged(step, fault) from fault
 
     def restore(self, step: int, like: Any) -> Any:
         """The tree of a step's checkpoint, with the structure, shapes and dtypes of `like`.
@@ -52,15 +54,21 @@ class Checkpoints:
         args = ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
         try:
             tree = self._manager.restore(step, args=args)["tree"]
-        except (ValueError, KeyError) as fault:
-            reason = str(fault).splitlines()[0]
-            raise UserError(f"{self.folder / str(step)} holds another adapter: {reason}") from fault
+        except (ValueError, KeyError, OSError) as fault:
+            raise self._damaged(step, fault) from fault
         names = _flat(like)
         return jax.tree.unflatten(jax.tree.structure(like), [tree[name] for name in names])
 
     def close(self) -> None:
         """Release Orbax's threads."""
         self._manager.close()
+
+    def _damaged(self, step: int, fault: Exception) -> UserError:
+        reason = " ".join(str(fault).split())[:200]
+        return UserError(
+            f"{self.folder / str(step)} is damaged or holds another adapter: remove it, or name an "
+            f"earlier one ({reason})"
+        )
 
     def _check(self, step: int) -> None:
         if step not in self._manager.all_steps():

@@ -42,6 +42,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.read_bytes().startswith(_LFS_POINTER):
             raise UserError(f"{path}: is a git-lfs pointer; fetch it with 'git lfs pull'") from None
         raise UserError(f"{path}: no valid JSON ({error}); {_INCOMPLETE}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value

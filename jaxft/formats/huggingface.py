@@ -104,6 +104,8 @@ def _locate_sharded(index: Path) -> dict[str, TensorInfo]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: has no weight_map")
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise UserError(f"{index}: weight_map must give the name of a file for each tensor")
     shards = sorted(set(weight_map.values()))
     if (index.parent / SINGLE).is_file() and SINGLE not in shards:
         raise UserError(

@@ -29,7 +29,11 @@ def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     for name in ("tokenizer.json", _CONFIG, "special_tokens_map.json"):
         if (folder / name).is_file():
             read_json(folder / name)  # one clear line for a damaged or git-lfs file
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except (LookupError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{folder}: the tokenizer's files cannot be read ({reason})") from error
 
 
 def save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

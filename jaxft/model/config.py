@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxft.errors import UserError
-from jaxft.model.rope import Rope, read_rope
+from jaxft.model.rope import Rope, positive, read_rope
 
 FAMILIES = ("llama",)
 
@@ -51,27 +51,48 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"config.json: hidden_act {activation!r} is not supported; supported: silu")
-    heads = _key(config, "num_attention_heads")
-    head_dim = config.get("head_dim") or _key(config, "hidden_size") // heads
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    head_dim = _size(config, "head_dim", hidden // heads)
+    if head_dim % 2:
+        raise UserError(f"config.json: a head of {head_dim} elements has no pairs to rotate")
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads "
+            f"{kv_heads}"
+        )
     layer = LayerConfig(read_rope(config, head_dim))
     return ModelConfig(
         model_type=model_type,
-        vocab_size=_key(config, "vocab_size"),
-        hidden_size=_key(config, "hidden_size"),
-        intermediate_size=_key(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(config, "intermediate_size"),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=config.get("max_position_embeddings", 2048),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
-        attention_bias=config.get("attention_bias", False),
-        mlp_bias=config.get("mlp_bias", False),
-        layers=(layer,) * _key(config, "num_hidden_layers"),
+        rms_norm_eps=positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        max_position_embeddings=_size(config, "max_position_embeddings", 2048),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+        attention_bias=_flag(config, "attention_bias"),
+        mlp_bias=_flag(config, "mlp_bias"),
+        layers=(layer,) * _size(config, "num_hidden_layers"),
     )
 
 
-def _key(config: dict[str, Any], name: str) -> Any:
-    if config.get(name) is None:
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number of at least 1; null means that the key is not there."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
         raise UserError(f"config.json lacks {name!r}")
-    return config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"config.json: {name} must be a whole number above 0, it is {value!r}")
+    return value
+
+
+def _flag(config: dict[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if not isinstance(value, bool | None):
+        raise UserError(f"config.json: {name} must be true or false, it is {value!r}")
+    return bool(value)

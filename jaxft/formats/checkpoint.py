@@ -26,13 +26,24 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
-        """Write a checkpoint; nothing where this step has one already."""
+        """Write a checkpoint; nothing where this step has one already.
+
+        Raises:
+          UserError: the disk does not take it.
+        """
         if step in self._manager.all_steps():
             return
         args = ocp.args.Composite(
             tree=ocp.args.StandardSave(_flat(tree)), meta=ocp.args.JsonSave(meta)
         )
-        self._manager.save(step, args=args)
+        try:
+            self._manager.save(step, args=args)
+        except (ValueError, OSError) as fault:
+            if "RESOURCE_EXHAUSTED" not in str(fault) and not isinstance(fault, OSError):
+                raise
+            raise UserError(
+                f"{self.folder / str(step)} cannot be written: {_short(fault)}"
+            ) from fault
 
     def meta(self, step: int) -> dict[str, Any]:
         """The JSON of a step's checkpoint."""
@@ -64,15 +75,20 @@ class Checkpoints:
         self._manager.close()
 
     def _damaged(self, step: int, fault: Exception) -> UserError:
-        reason = " ".join(str(fault).split())[:200]
         return UserError(
             f"{self.folder / str(step)} is damaged or holds another adapter: remove it, or name an "
-            f"earlier one ({reason})"
+            f"earlier one ({_short(fault)})"
         )
 
     def _check(self, step: int) -> None:
         if step not in self._manager.all_steps():
             raise UserError(f"{self.folder / str(step)} is no whole checkpoint")
+
+
+def _short(fault: Exception) -> str:
+    """The beginning and the end of what may be pages of text."""
+    text = " ".join(str(fault).split())
+    return text if len(text) <= 240 else f"{text[:80]} ... {text[-150:]}"
 
 
 def _flat(tree: Any) -> dict[str, Any]:

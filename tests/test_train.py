@@ -465,7 +465,7 @@ def test_an_impossible_output_is_one_line(model, chats, tmp_path, capsys):
     link.symlink_to("nowhere")
     check_refused(arguments(model, chats, link), f"{link} is no folder", tmp_path, capsys)
     latin = os.fsdecode(bytes(tmp_path) + b"/\xfc")
-    check_refused(arguments(model, chats, latin), "is not UTF-8", tmp_path, capsys)
+    check_refused(arguments(model, chats, Path(latin)), "is not UTF-8", tmp_path, capsys)
 
 
 def test_a_run_that_another_process_began_meanwhile_is_left_alone(

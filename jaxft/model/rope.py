@@ -40,7 +40,12 @@ def read_rope(config: dict[str, Any], head_dim: int) -> Rope:
       UserError: an unknown kind of scaling, or a field missing from it.
     """
     fields = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = fields.get("rope_type", fields.get("type", "default"))
+    kind = fields.get("rope_type", fields.get("type"))
+    if kind is None:
+        scaling = sorted(fields.keys() - {"rope_theta"})
+        if scaling:
+            raise UserError(f"config.json: RoPE scaling with {', '.join(scaling)} but no rope_type")
+        kind = "default"
     theta = fields.get("rope_theta", config.get("rope_theta", 10000.0))
     base = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if kind == "default":

@@ -157,6 +157,8 @@ def test_unknown_settings_are_named(untied):
     refused(edit_config(untied, {"rope_parameters": rope}), "rope_type 'foo'", "llama3")
     old = {"rope_parameters": None, "rope_scaling": {"type": "foo", "factor": 2.0}}
     refused(edit_config(untied, old), "rope_type 'foo'")
+    typeless = {"rope_parameters": None, "rope_scaling": {"factor": 2.0}}
+    refused(edit_config(untied, typeless), "factor but no rope_type")
     bare = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
     refused(edit_config(untied, bare), "low_freq_factor", "llama3")
     edit_config(untied, {"rope_scaling": None})

@@ -60,7 +60,8 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: int32 `[B, n]`.
-          index: int32 [], how many tokens the caches hold already.
+          index: int32 [], how many tokens the caches hold already; with the new ones at most
+            their capacity, which is not checked.
           caches: from `empty_caches`, one for each group.
         """
         batch, count = tokens.shape

@@ -45,7 +45,12 @@ def read_rope(config: dict[str, Any], head_dim: int) -> Rope:
         if not isinstance(part, dict | None):
             raise UserError(f"config.json: {name} must be an object, it is {part!r}")
         fields |= part or {}
-    kind = fields.get("rope_type", fields.get("type", "default"))
+    kind = fields.get("rope_type", fields.get("type"))
+    if kind is None:
+        scaling = sorted(fields.keys() - {"rope_theta"})
+        if scaling:
+            raise UserError(f"config.json: RoPE scaling with {', '.join(scaling)} but no rope_type")
+        kind = "default"
     theta = positive(fields.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta")
     base = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if kind == "default":

@@ -6,7 +6,7 @@ LoraConfig where those have the option; the defaults are chosen for QLoRA.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,8 +175,8 @@ class TrainConfig:
         group="training",
         true_means="layer",
         help="What is computed again in the backward pass to save memory. layer (= true): all but "
-        "each layer's input. attention: the attention part only. offload: as layer, with the "
-        "inputs parked in host memory. false: nothing, the fastest if it fits.",
+        "each layer's input. attention: as layer, but the attention's result is kept. offload: as "
+        "layer, with the inputs parked in host memory. false: nothing, the fastest if it fits.",
     )
     learning_rate: float = option(
         2e-4,
@@ -224,8 +224,8 @@ class TrainConfig:
     eval_steps: int | None = option(
         None,
         group="output",
-        help="Updates between two evaluations. none evaluates once, at the end, when there is "
-        "evaluation data.",
+        help="Updates between two evaluations. none evaluates before the first update and after "
+        "the last alone, when there is evaluation data.",
     )
     save_steps: int | None = option(
         None,
@@ -363,7 +363,9 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def _make(given: dict[str, Any]) -> TrainConfig:
-    for name in ("model_name_or_path", "dataset_name", "output_dir"):
-        if name not in given:
-            raise UserError(f"--{name} is required, on the command line or in the --config file")
+    for field in fields(TrainConfig):
+        if field.default is MISSING and field.name not in given:
+            raise UserError(
+                f"--{field.name} is required, on the command line or in the --config file"
+            )
     return TrainConfig(**given)

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 
 from jaxft.errors import UserError
 
-_DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 _BF16_CAPABILITY = 8.0  # Ampere
 
 
 def compute_dtype(name: str) -> jnp.dtype:
     """dtype of the arithmetic: `auto` is bfloat16 on a GPU that has it and float32 elsewhere."""
     if name != "auto":
-        return jnp.dtype(_DTYPES[name])
+        return jnp.dtype(name)
     device = jax.devices()[0]
     has_bf16 = device.platform == "gpu" and float(device.compute_capability) >= _BF16_CAPABILITY
     return jnp.dtype(jnp.bfloat16 if has_bf16 else jnp.float32)

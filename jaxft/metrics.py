@@ -32,8 +32,7 @@ def step_flops(config: ModelConfig, tokens: int, targets: int) -> float:
     the head's for targets only. Attention's own products, the adapter's, and whatever is computed
     again are left out.
     """
-    qkvo = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
-    layer = config.hidden_size * (qkvo + 3 * config.intermediate_size)
+    layer = sum(out * into for out, into in config.projections.values())
     head = config.hidden_size * config.vocab_size
     return 4.0 * (len(config.layers) * layer * tokens + head * targets)
 

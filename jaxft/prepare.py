@@ -129,12 +129,11 @@ def preflight(
     """What the run will do, for `report.print_preflight`."""
     numbers, loader = data.statistics, data.train
     device = jax.devices()[0]
-    per_layer = _adapter_size(config, model)
     sections: dict[str, list[tuple[str, object]]] = {
         "model": [
             ("base", config.model_name_or_path + _where(config)),
             ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
-            ("trainable", f"{per_layer * len(model.layers):,} parameters, rank {config.lora_r}"),
+            ("trainable", f"{_adapter_size(config, model):,} parameters, rank {config.lora_r}"),
         ],
         "data": [
             ("documents", _documents(numbers)),
@@ -194,15 +193,6 @@ def _documents(numbers: Statistics) -> str:
 
 
 def _adapter_size(config: TrainConfig, model: ModelConfig) -> int:
-    hidden, wide = model.hidden_size, model.intermediate_size
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sides = {
-        "q_proj": hidden + query,
-        "k_proj": hidden + key,
-        "v_proj": hidden + key,
-        "o_proj": query + hidden,
-        "gate_proj": hidden + wide,
-        "up_proj": hidden + wide,
-        "down_proj": wide + hidden,
-    }
-    return config.lora_r * sum(sides[name] for name in config.lora_target_modules)
+    """Trained parameters: A `[r, in]` and B `[out, r]` of each targeted projection."""
+    sides = sum(sum(model.projections[name]) for name in config.lora_target_modules)
+    return config.lora_r * sides * len(model.layers)

@@ -32,9 +32,9 @@ def print_preflight(
     """
     console = console or make_console()
     rows = [
-        (section if first else "", name, _writable(str(value), console))
+        ("" if i else section, name, _writable(str(value), console))
         for section, members in sections.items()
-        for first, (name, value) in zip([True] + [False] * len(members), members, strict=False)
+        for i, (name, value) in enumerate(members)
     ]
     if not console.is_terminal:
         left = max((len(section) for section, _, _ in rows), default=0)

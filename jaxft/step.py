@@ -75,7 +75,7 @@ def make_train_step(
         total, gradient = _accumulate(jax.value_and_grad(loss), state.trained, batch)
         count = count_targets(batch["targets"])
         gradient = jax.tree.map(lambda g: g / jnp.maximum(count, 1), gradient)
-        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
+        norm = optax.tree.norm(gradient)  # a sum of squares: a dot product could run in TF32
         learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
         updates, moments = optimizer.update(gradient, state.optimizer, state.trained)
         trained = jax.tree.map(lambda p, u: p + learning_rate * u, state.trained, updates)

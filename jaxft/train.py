@@ -122,7 +122,8 @@ def train(
     """
     loader, total = data.train, data.train.num_steps
     structure, trained, frozen = split(decoder)
-    optimizer = make_optimizer(_optim_config(config))
+    optim = _optim_config(config)
+    optimizer = make_optimizer(optim)
     state = init_state(trained, optimizer)
     if start.folder is not None:
         with closing(Checkpoints(start.folder)) as source:
@@ -130,7 +131,7 @@ def train(
     update = make_train_step(
         structure,
         optimizer,
-        make_schedule(_optim_config(config), total),
+        make_schedule(optim, total),
         seed=config.seed,
         dropout=config.lora_dropout > 0,
         checkpointing=config.gradient_checkpointing,
@@ -169,7 +170,8 @@ def train(
                 checkpoints.save(step, state, identity)
             if evaluation:
                 _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
-            recorder.restart_clock()
+            if save or evaluation:
+                recorder.restart_clock()
     nnx.update(decoder, state.trained)
     if stopped is not None and step < total:
         display.note(

@@ -27,6 +27,7 @@ import numpy as np
 from rich.table import Table
 
 from jaxft import cli
+from jaxft.config import PROJECTIONS
 from jaxft.data.examples import Example
 from jaxft.data.loader import Loader
 from jaxft.device import compute_dtype
@@ -83,7 +84,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": LLAMA3_ROPE | {"factor": 8.0},
     },
 }
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class RandomCheckpoint:

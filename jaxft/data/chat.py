@@ -26,8 +26,6 @@ from jaxft.data.sources import Row
 from jaxft.data.turns import Chat
 from jaxft.errors import UserError
 
-__all__ = ["Example", "encode"]
-
 _BATCH = 1000  # rows a tokenizer call
 
 

@@ -29,13 +29,21 @@ from jaxft.errors import UserError
 Kind = Literal["messages", "prompt-completion", "chat-pair", "instruction", "text"]
 
 # Columns other trainers give a meaning that would change the tokens or the loss.
-_MEANINGFUL = {"chat_template_kwargs", "documents", "history", "images", "system", "tools"} | {
-    "chosen",
-    "rejected",
-    "label",
-    "labels",
-    "weight",
-}
+_MEANINGFUL = frozenset(
+    (
+        "chat_template_kwargs",
+        "chosen",
+        "documents",
+        "history",
+        "images",
+        "label",
+        "labels",
+        "rejected",
+        "system",
+        "tools",
+        "weight",
+    )
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Reading JSON and safetensors headers with one-line faults, and replacing files as a whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,23 +4,20 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read through 
 memory-mapped; names, layout and RoPE convention are turned into Hugging Face's.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as GgmlType
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
+from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
 from jaxft.formats.gguf_tokenizer import build_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxft.model.rope import read_rope
 
 ARCHITECTURES = ("llama",)
 TENSOR_TYPES = (GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.Q4_1)
@@ -270,15 +267,17 @@ def recover_rope_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
     named `llama3`. Others are kept as a list under `gguf_factors`.
     """
     factor = shortest(factors[-1])
-    frequency = theta ** -(np.arange(len(factors)) / len(factors))
-    turns = 8192 * frequency / (2 * np.pi)  # of the original context
-    smooth = np.clip((turns - 1) / (4 - 1), 0, 1)
-    if np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5, atol=0):
-        return {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain, scaled = (
+        read_rope({"rope_theta": theta, "rope_scaling": scaling}, 2 * len(factors)).array()
+        for scaling in (None, llama3)
+    )
+    if np.allclose(factors, plain / scaled, rtol=1e-5, atol=0):
+        return llama3
     return {"rope_type": "gguf_factors", "factors": [shortest(value) for value in factors]}

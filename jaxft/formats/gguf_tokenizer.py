@@ -1,7 +1,5 @@
 """The byte-level BPE tokenizer that a GGUF file's `tokenizer.*` metadata describe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

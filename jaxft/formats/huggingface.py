@@ -1,11 +1,10 @@
 """A Hugging Face model folder: config.json, safetensors (one file or shards), tokenizer.json."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
 from jaxft.formats.files import (
@@ -15,9 +14,6 @@ from jaxft.formats.files import (
     read_safetensors_header,
 )
 from jaxft.formats.tokenizers import folder_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

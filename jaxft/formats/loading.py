@@ -80,8 +80,7 @@ def _blank(config: ModelConfig, storage: Storage) -> Decoder:
 
     def group(layer: LayerConfig, first: int, size: int) -> Group:
         structure, state = nnx.split(Layer(config, layer, storage))
-        stacked = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), state)
-        return Group(nnx.merge(structure, stacked), first, size)
+        return Group(nnx.merge(structure, _room(state, size)), first, size)
 
     return Decoder(config, [group(*run) for run in _runs(config.layers)], storage.compute)
 

@@ -1,7 +1,5 @@
 """The README.md beside an adapter: what it is, how it was trained, how to use it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From what the user calls a model to a checkpoint: a folder, a GGUF file or a hub id."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Format as PEFT 0.21 reads and writes it; the keys are those of the module that t
 under `base_model.model.`, without an adapter name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +30,18 @@ _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 Adapters = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
+_READ = frozenset(
+    (
+        "base_model_name_or_path",
+        "bias",
+        "lora_alpha",
+        "lora_dropout",
+        "peft_type",
+        "r",
+        "task_type",
+        "use_rslora",
+    )
+)
 # Keys of adapter_config.json that say nothing about what the stored A and B mean. Any other key
 # that is set changes the adapter (DoRA, per-module ranks, trained biases, ...) and is refused.
 _HARMLESS = frozenset(
@@ -69,22 +79,14 @@ def save_adapter(folder: Path, config: AdapterConfig, adapters: Adapters) -> Non
     the file does not read back equal; `folder` then stays as it was.
     """
     _check_fit(config, adapters)
-    tensors = {
-        f"base_model.model.{path}.lora_{part}.weight": np.ascontiguousarray(value, np.float32)
-        for path, pair in sorted(adapters.items())
-        for part, value in zip("AB", pair, strict=True)
-    }
+    tensors = _tensors(adapters)
     with replacing_files(folder, last=CONFIG) as temporary:
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         write_json(temporary / CONFIG, _config_dict(config))
         # safetensors makes its file readable by the owner alone
         (temporary / WEIGHTS).chmod((temporary / CONFIG).stat().st_mode & 0o777)
         again_config, again = load_adapter(temporary)
-        written = {
-            f"base_model.model.{path}.lora_{part}.weight": value
-            for path, pair in again.items()
-            for part, value in zip("AB", pair, strict=True)
-        }
+        written = _tensors(again)
         equal = written.keys() == tensors.keys() and all(
             value.shape == tensors[key].shape and value.tobytes() == tensors[key].tobytes()
             for key, value in written.items()
@@ -135,6 +137,14 @@ def load_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, tuple[np.ndarra
     return config, {path: (pair["A"], pair["B"]) for path, pair in halves.items()}
 
 
+def _tensors(adapters: Adapters) -> dict[str, np.ndarray]:
+    return {
+        f"base_model.model.{path}.lora_{part}.weight": np.ascontiguousarray(value, np.float32)
+        for path, pair in sorted(adapters.items())
+        for part, value in zip("AB", pair, strict=True)
+    }
+
+
 def _config_dict(config: AdapterConfig) -> dict[str, Any]:
     alpha = config.lora_alpha
     return {
@@ -183,9 +193,8 @@ def _refuse_other_kinds(raw: Mapping[str, Any], path: Path) -> None:
         raise UserError(f"{path}: r must be a positive integer, not {r!r}")
     if not isinstance(alpha, int | float):
         raise UserError(f"{path}: lora_alpha must be a number, not {alpha!r}")
-    read = {"peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"}
     for key, value in raw.items():
-        known = key in read | _HARMLESS | {"base_model_name_or_path"}
+        known = key in _READ or key in _HARMLESS
         if (not known and value) or (key == "bias" and value != "none"):
             raise UserError(f"{path}: option {key} {value!r} is not supported in an adapter")
 

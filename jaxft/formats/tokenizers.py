@@ -1,7 +1,5 @@
 """Fast tokenizers out of a model folder and into a run's folder, without torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast

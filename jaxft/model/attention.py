@@ -44,14 +44,13 @@ class Attention(nnx.Module):
     """Multi-head attention with RoPE, inside segments."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, storage: Storage):
-        hidden, bias = config.hidden_size, config.attention_bias
-        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-        self.head_dim = size
+        shapes, bias = config.projections, config.attention_bias
+        self.head_dim = config.head_dim
         self.rope = layer.rope
-        self.q_proj = Linear(hidden, heads * size, storage, bias=bias)
-        self.k_proj = Linear(hidden, kv_heads * size, storage, bias=bias)
-        self.v_proj = Linear(hidden, kv_heads * size, storage, bias=bias)
-        self.o_proj = Linear(heads * size, hidden, storage, bias=bias)
+        self.q_proj = Linear(shapes["q_proj"], storage, bias=bias)
+        self.k_proj = Linear(shapes["k_proj"], storage, bias=bias)
+        self.v_proj = Linear(shapes["v_proj"], storage, bias=bias)
+        self.o_proj = Linear(shapes["o_proj"], storage, bias=bias)
 
     def __call__(
         self, x: jax.Array, where: Where, cache: Cache | None, key: jax.Array | None

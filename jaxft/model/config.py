@@ -35,6 +35,21 @@ class ModelConfig:
     mlp_bias: bool
     layers: tuple[LayerConfig, ...]
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Shape (out, in) of each projection of a layer, by its own name."""
+        hidden, wide = self.hidden_size, self.intermediate_size
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "q_proj": (query, hidden),
+            "k_proj": (key, hidden),
+            "v_proj": (key, hidden),
+            "o_proj": (hidden, query),
+            "gate_proj": (wide, hidden),
+            "up_proj": (wide, hidden),
+            "down_proj": (hidden, wide),
+        }
+
 
 def read_config(config: dict[str, Any]) -> ModelConfig:
     """The decoder that the content of a config.json describes.

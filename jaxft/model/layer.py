@@ -10,7 +10,7 @@ from jaxft.model.attention import Attention, Cache, Where
 from jaxft.model.config import LayerConfig, ModelConfig
 from jaxft.model.mlp import Mlp
 from jaxft.model.norm import RMSNorm
-from jaxft.model.remat import rematerialise
+from jaxft.model.remat import LAYER_INPUT, rematerialise
 from jaxft.quant import Storage
 
 
@@ -61,7 +61,7 @@ class Group(nnx.Module):
 
         def body(x, layer_inputs):
             state, number, cache = layer_inputs
-            x = checkpoint_name(x, "layer_input")
+            x = checkpoint_name(x, LAYER_INPUT)
             layer = nnx.merge(structure, state)
             layer_key = None if key is None else jax.random.fold_in(key, number)
             return layer(x, where, cache, layer_key)

@@ -13,12 +13,11 @@ from jaxft.quant import Adapter, Storage, linear
 class Linear(nnx.Module):
     """`x @ weight.T + bias`, plus the adapter's product where there is one."""
 
-    def __init__(self, in_features: int, out_features: int, storage: Storage, *, bias: bool):
-        self.in_features = in_features
-        self.out_features = out_features
+    def __init__(self, shape: tuple[int, int], storage: Storage, *, bias: bool):
+        self.out_features, self.in_features = shape
         self.compute = storage.compute
-        self.weight = Frozen(storage.matrix(jnp.zeros((out_features, in_features))))
-        self.bias = nnx.data(Frozen(jnp.zeros(out_features)) if bias else None)
+        self.weight = Frozen(storage.matrix(jnp.zeros(shape)))
+        self.bias = nnx.data(Frozen(jnp.zeros(self.out_features)) if bias else None)
         self.adapter: Any = nnx.data(None)  # a lora.Lora, once there is one
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:

@@ -13,10 +13,10 @@ class Mlp(nnx.Module):
     """Gated feed-forward: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: ModelConfig, storage: Storage):
-        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(hidden, wide, storage, bias=bias)
-        self.up_proj = Linear(hidden, wide, storage, bias=bias)
-        self.down_proj = Linear(wide, hidden, storage, bias=bias)
+        shapes, bias = config.projections, config.mlp_bias
+        self.gate_proj = Linear(shapes["gate_proj"], storage, bias=bias)
+        self.up_proj = Linear(shapes["up_proj"], storage, bias=bias)
+        self.down_proj = Linear(shapes["down_proj"], storage, bias=bias)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """`[..., hidden]` -> `[..., hidden]`."""

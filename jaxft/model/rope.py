@@ -18,12 +18,10 @@ class Rope:
     Attributes:
       inv_freq: radians per position, one for each pair of a head's elements.
       attention_factor: factor on cosine and sine.
-      kind: name of the scaling, for reports.
     """
 
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
-    kind: str = "default"
 
     def array(self) -> np.ndarray:
         """float32 `[head_dim / 2]`."""
@@ -63,7 +61,7 @@ def read_rope(config: dict[str, Any], head_dim: int) -> Rope:
         scaled = base / np.asarray(_factors(fields, len(base)), np.float64)
     else:
         raise UserError(f"config.json: rope_type {kind!r} is unknown; known: {', '.join(KINDS)}")
-    return Rope(tuple(scaled.tolist()), kind=kind)
+    return Rope(tuple(scaled.tolist()))
 
 
 def _llama3(base: np.ndarray, fields: dict[str, Any]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The two kinds of variables: frozen ones here, trained ones are `nnx.Param`."""
+"""The two kinds of variables: frozen ones here, trained ones are `nnx.LoRAParam`."""
 
 from flax import nnx
 

@@ -2,5 +2,6 @@
 
 from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.plan import Plan, make_plan
+from pallas_kernels.attention.reference import RESIDUALS
 
-__all__ = ["Plan", "attention", "make_plan"]
+__all__ = ["RESIDUALS", "Plan", "attention", "make_plan"]

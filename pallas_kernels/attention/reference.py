@@ -17,6 +17,7 @@ from pallas_kernels.attention.plan import Plan
 from pallas_kernels.precision import dot_precision
 
 SCORE_BYTES = 256 * 2**20  # most that one block of scores takes
+RESIDUALS = ("attention_out", "attention_logsumexp")  # names for a rematerialisation policy
 MASKED = -1e30  # finite, so that a row without keys makes no NaN
 
 
@@ -45,8 +46,8 @@ def attention(
 
 def _forward(q, k, v, plan, scale, softcap):
     out, logsumexp = attention(q, k, v, plan, scale, softcap)
-    out = checkpoint_name(out, "attention_out")
-    logsumexp = checkpoint_name(logsumexp, "attention_logsumexp")
+    out = checkpoint_name(out, RESIDUALS[0])
+    logsumexp = checkpoint_name(logsumexp, RESIDUALS[1])
     return (out, logsumexp), (q, k, v, plan, out, logsumexp)
 
 

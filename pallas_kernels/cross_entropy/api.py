@@ -27,8 +27,8 @@ def cross_entropy(
 
     Args:
       hidden: [B, T, H] (any leading axes), float. Matrix products run in this dtype with float32
-        sums, at JAX's default matmul precision; all else is float32. In float16, probabilities
-        below 6e-8 do not reach the gradient.
+        sums (float32 without TF32); all else is float32. In float16, probabilities below 6e-8 do
+        not reach the gradient.
       head: [V, H], float; cast to the dtype of `hidden` where they differ.
       targets: int32 [B, T]: the id that each token must predict; negative means none. An id of
         V or more makes the token's loss and gradients NaN.

@@ -38,12 +38,14 @@ class Data:
     Attributes:
       train: batches of `[A, B, T]` by step.
       evaluation: every held-out row once; None where nothing is held out.
+      held_out: what the length limit did to the held-out rows.
       statistics: of an epoch of training.
       fingerprint: of the training rows in their order, as token ids and masks.
     """
 
     train: Loader
     evaluation: Loader | None
+    held_out: OverflowReport
     statistics: Statistics
     fingerprint: str
 
@@ -67,10 +69,11 @@ def prepare_data(
     source = resolve(config.dataset_name, config.dataset_train_split)
     rows, overflow = _examples(config, model, tokenizer, source, console)
     held_out: list[Example] = []
+    changed = OverflowReport()
     if config.eval_split_ratio:
         rows, held_out = split_examples(rows, config.eval_split_ratio, config.seed)
     elif config.eval_dataset_name:
-        held_out, _ = _examples(
+        held_out, changed = _examples(
             config, model, tokenizer, resolve(config.eval_dataset_name, "train"), console
         )
     train = Loader(
@@ -93,7 +96,7 @@ def prepare_data(
             shuffle=False,
         )
     numbers = statistics(train, tokenizer, overflow)
-    return Data(train, evaluation, numbers, _fingerprint(rows))
+    return Data(train, evaluation, changed, numbers, _fingerprint(rows))
 
 
 def _examples(
@@ -136,7 +139,7 @@ def preflight(
             ("trainable", f"{_adapter_size(config, model):,} parameters, rank {config.lora_r}"),
         ],
         "data": [
-            ("documents", _documents(numbers)),
+            ("documents", _documents(numbers.documents, numbers.dropped, numbers.truncated)),
             (
                 "tokens an epoch",
                 f"{numbers.tokens:,}, {numbers.supervised_share:.1%} supervised",
@@ -160,7 +163,16 @@ def preflight(
         ],
     }
     if data.evaluation:
-        sections["data"].append(("held out", f"{len(data.evaluation.examples):,} documents"))
+        sections["data"].append(
+            (
+                "held out",
+                _documents(
+                    len(data.evaluation.examples),
+                    data.held_out.dropped + data.held_out.emptied,
+                    data.held_out.truncated,
+                ),
+            )
+        )
     return sections
 
 
@@ -183,13 +195,10 @@ def _kernels() -> str:
     return "; ".join(f"{name}: {', '.join(ops)}" for name, ops in by_name.items())
 
 
-def _documents(numbers: Statistics) -> str:
-    changed = [
-        f"{count:,} {what}"
-        for count, what in ((numbers.dropped, "too long, dropped"), (numbers.truncated, "cut"))
-        if count
-    ]
-    return ", ".join([f"{numbers.documents:,}", *changed])
+def _documents(kept: int, dropped: int, truncated: int) -> str:
+    counts = ((dropped, "too long, dropped"), (truncated, "cut"))
+    changed = [f"{count:,} {what}" for count, what in counts if count]
+    return ", ".join([f"{kept:,}", *changed])
 
 
 def _adapter_size(config: TrainConfig, model: ModelConfig) -> int:

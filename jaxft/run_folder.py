@@ -72,6 +72,8 @@ def find_start(config: TrainConfig, identity: dict[str, Any]) -> Start:
         if not Path(wish).name.isdecimal() or int(Path(wish).name) not in steps:
             raise UserError(f"--resume_from_checkpoint {wish} is no whole checkpoint")
         step = int(Path(wish).name)
+        if path != (output / "checkpoints").absolute():
+            _check_unused(output)
     _check_identity(Checkpoints(path).meta(step), identity, path / str(step))
     if (output / "metrics.jsonl").exists():
         read_metrics(output / "metrics.jsonl")
@@ -87,11 +89,12 @@ def model_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def run_identity(
-    config: TrainConfig, model: str, fingerprint: str, total_steps: int
+    config: TrainConfig, dtype: str, model: str, fingerprint: str, total_steps: int
 ) -> dict[str, Any]:
     """What must be equal for a run to be the continuation of another, as JSON."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options["lora_target_modules"] = list(options["lora_target_modules"])
+    options["dtype"] = dtype  # as resolved: another device may resolve auto otherwise
     return {"options": options, "model": model, "data": fingerprint, "total_steps": total_steps}
 
 

@@ -82,11 +82,11 @@ def run(config: TrainConfig) -> int:
     checkpoint = open_checkpoint(config.model_name_or_path)
     model = read_config(checkpoint.config)
     data = prepare_data(config, model, checkpoint.tokenizer(), console)
+    dtype = compute_dtype(config.dtype)
     identity = run_identity(
-        config, model_fingerprint(checkpoint), data.fingerprint, data.train.num_steps
+        config, dtype.name, model_fingerprint(checkpoint), data.fingerprint, data.train.num_steps
     )
     start = find_start(config, identity)
-    dtype = compute_dtype(config.dtype)
     print_preflight(preflight(config, model, data, dtype.name, start.step), console)
 
     storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
@@ -140,6 +140,9 @@ def train(
 
     with ExitStack() as stack:
         checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints")))
+        forgotten = checkpoints.forget_after(start.step)
+        if forgotten:
+            display.note(f"checkpoints after update {start.step} are removed: {forgotten}")
         sinks = [
             stack.enter_context(closing(sink)) for sink in open_sinks(config, folder, start.step)
         ]
@@ -150,7 +153,8 @@ def train(
             began = time.perf_counter()
             update = update.lower(state, frozen, loader.batch(step)).compile()
             display.note(f"compiled the update in {duration(time.perf_counter() - began)}")
-        if step == 0 or (_due(step, config.eval_steps) and not is_evaluated(folder, step)):
+        due = step in (0, total) or _due(step, config.eval_steps)
+        if due and not is_evaluated(folder, step):
             _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
         recorder.restart_clock()
         stopped = None

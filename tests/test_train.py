@@ -209,6 +209,28 @@ def test_a_damaged_run_is_named(model, chats, straight, tmp_path, damage, named)
     assert not (folder / "adapter_model.safetensors").exists()
 
 
+def test_resuming_an_earlier_step_replaces_what_followed(model, chats, straight, tmp_path):
+    folder = tmp_path / "run"
+    assert train.run(config(model, chats, folder, save_steps=4)) == 0
+    earlier = str(folder / "checkpoints" / "4")
+    over = {"resume_from_checkpoint": earlier, "save_steps": 100}
+    assert train.run(config(model, chats, folder, **over)) == 0
+    assert Checkpoints(folder / "checkpoints").steps() == [4, 12]
+    assert lines(folder) == lines(straight)
+    with pytest.raises(UserError, match="holds a run already"):
+        train.run(config(model, chats, straight, resume_from_checkpoint=earlier))
+    with pytest.raises(UserError, match="--dtype float32, this command says bfloat16"):
+        train.run(config(model, chats, folder, dtype="bfloat16", resume_from_checkpoint=earlier))
+
+
+def test_a_final_evaluation_that_is_missing_is_made(model, chats, straight, tmp_path):
+    folder = shutil.copytree(straight, tmp_path / "run")
+    metrics = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(metrics[:-1]) + "\n", encoding="utf-8")
+    assert train.run(config(model, chats, folder, resume_from_checkpoint="latest")) == 0
+    assert lines(folder) == lines(straight)
+
+
 def test_a_half_written_checkpoint_is_not_taken(model, chats, tmp_path, straight):
     folder = tmp_path / "run"
     train.run(config(model, chats, folder, save_steps=6))
@@ -347,6 +369,21 @@ def test_peft_gives_our_logits(model, chats, tmp_path, rslora):
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     assert np.abs(logits(decoder, tokens) - expected).max() < 1e-4
     assert np.abs(plain - expected).max() > 1e-2
+
+
+def test_held_out_rows_that_are_too_long_are_counted(model, chats, tmp_path, capsys):
+    held = tmp_path / "held.jsonl"
+    rows = [{"prompt": "a", "completion": "b" * count} for count in (5, 200)]
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    over = {
+        "eval_dataset_name": str(held),
+        "eval_split_ratio": 0,
+        "eval_steps": None,
+        "overflow": "drop",
+        "max_steps": 1,
+    }
+    assert train.run(config(model, chats, tmp_path / "run", **over)) == 0
+    assert "held out         1, 1 too long, dropped" in capsys.readouterr().out
 
 
 # --- the command as a user runs it -------------------------------------------------------------

@@ -70,6 +70,13 @@ class Checkpoints:
         names = _flat(like)
         return jax.tree.unflatten(jax.tree.structure(like), [tree[name] for name in names])
 
+    def forget_after(self, step: int) -> list[int]:
+        """Delete the checkpoints of later steps, which a run that goes on from here replaces."""
+        later = [at for at in self.steps() if at > step]
+        for at in later:
+            self._manager.delete(at)
+        return later
+
     def close(self) -> None:
         """Release Orbax's threads."""
         self._manager.close()

@@ -47,12 +47,13 @@ def linear(
     y = _frozen(x, weight)
     if adapter is None:
         return y
+    scale = adapter.scale
     if dropout_key is not None and adapter.dropout > 0:
         keep = 1.0 - adapter.dropout
-        mask = jax.random.bernoulli(dropout_key, keep, x.shape)
-        x = jnp.where(mask, x / jnp.asarray(keep, compute), 0)
+        x = jnp.where(jax.random.bernoulli(dropout_key, keep, x.shape), x, 0)
+        scale = scale / keep  # in float32: x / keep would be rounded to 16 bit
     low = _product(x, adapter.lora_A.astype(compute))
-    scaled = (adapter.scale * adapter.lora_B).astype(compute)
+    scaled = (scale * adapter.lora_B).astype(compute)
     return y + _product(low, scaled)
 
 

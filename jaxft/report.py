@@ -5,6 +5,7 @@ Characters that the output's encoding lacks are written as escapes, so a path wi
 never stops a run under LC_ALL=C.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,18 @@ from rich.table import Table
 from rich.text import Text
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """A reader that has left ends the output, not the run: its results are in its folder."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # also for what Python flushes at its end
+        os.close(nowhere)
+
+
 def make_console(file: TextIO | None = None) -> Console:
     """A console on `file` (stdout) that adds no markup or colours of its own to our text."""
-    return Console(file=file or sys.stdout, highlight=False, markup=False, emoji=False)
+    return _Console(file=file or sys.stdout, highlight=False, markup=False, emoji=False)
 
 
 def print_preflight(

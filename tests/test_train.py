@@ -473,6 +473,20 @@ def test_a_signal_from_outside(model, chats, tmp_path):
     assert len(Checkpoints(folder / "checkpoints").steps()) == 1
 
 
+def test_a_reader_that_leaves_does_not_end_the_run(model, chats, tmp_path):
+    args = arguments(model, chats, tmp_path / "run", max_steps=30)
+    program = [sys.executable, "-m", "jaxft.train", *args]
+    with (
+        (tmp_path / "errors").open("w+", encoding="utf-8") as errors,
+        subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=200) == 0, (tmp_path / "errors").read_text(encoding="utf-8")
+    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
+
+
 WRONG = {
     "no such model": ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
     "no such data": ({"dataset_name": "/no/such.jsonl"}, "/no/such.jsonl"),

@@ -81,6 +81,25 @@ def size(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+def test_gradients_of_16_bit_products_are_summed_in_float32():
+    """A and B: nothing of their gradients is rounded to 16 bit."""
+    random = np.random.default_rng(0)
+    x, d_y = (jnp.asarray(random.normal(size=(512, n)), jnp.bfloat16) for n in (64, 48))
+    weight = Dense(jnp.zeros((48, 64)))
+    a = random.normal(size=(4, 64)).astype(np.float32)
+
+    def run(b):
+        adapter = Adapter(jnp.asarray(a), b, jnp.float32(1))
+        return linear(x, weight, adapter, compute=jnp.bfloat16)
+
+    gradient = jax.vjp(run, jnp.zeros((48, 4), jnp.float32))[1](d_y)[0]
+    low = x @ jnp.asarray(a, jnp.bfloat16).T  # what the forward pass keeps, in 16 bit
+    exact = np.asarray(d_y, np.float64).T @ np.asarray(low, np.float64)
+    assert np.abs(gradient - exact).max() < 1e-5 * np.abs(exact).max()
+    rounded = np.asarray(gradient.astype(jnp.bfloat16), np.float64)
+    assert np.abs(rounded - exact).max() > 1e-3 * np.abs(exact).max()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_keeps_the_codes_and_no_dense_weight(form):
     x = arrays()

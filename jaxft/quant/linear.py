@@ -52,13 +52,15 @@ def linear(
         keep = 1.0 - adapter.dropout
         x = jnp.where(jax.random.bernoulli(dropout_key, keep, x.shape), x, 0)
         scale = scale / keep  # in float32: x / keep would be rounded to 16 bit
-    low = _product(x, adapter.lora_A.astype(compute))
-    scaled = (scale * adapter.lora_B).astype(compute)
-    return y + _product(low, scaled)
+    return y + _trained(_trained(x, adapter.lora_A), scale * adapter.lora_B)
 
 
 def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.einsum("...i,oi->...o", x, matrix, precision=dot_precision(x, matrix))
+
+
+def _transposed_product(dy: jax.Array, matrix: jax.Array) -> jax.Array:
+    return jnp.einsum("...o,oi->...i", dy, matrix, precision=dot_precision(dy, matrix))
 
 
 @jax.custom_vjp
@@ -72,8 +74,32 @@ def _forward(x, weight):
 
 def _backward(weight, dy):
     matrix = dense(weight, dy.dtype)
-    dx = jnp.einsum("...o,oi->...i", dy, matrix, precision=dot_precision(dy, matrix))
-    return dx, None
+    return _transposed_product(dy, matrix), None
 
 
 _frozen.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _trained(x: jax.Array, master: jax.Array) -> jax.Array:
+    """Product with a float32 master, cast to x's dtype; its gradient is summed in float32."""
+    return _product(x, master.astype(x.dtype))
+
+
+def _trained_forward(x, master):
+    return _trained(x, master), (x, master)
+
+
+def _trained_backward(residuals, dy):
+    x, master = residuals
+    d_master = jnp.einsum(
+        "...o,...i->oi",
+        dy,
+        x,
+        precision=dot_precision(dy, x),
+        preferred_element_type=jnp.float32,
+    )
+    return _transposed_product(dy, master.astype(dy.dtype)), d_master
+
+
+_trained.defvjp(_trained_forward, _trained_backward)

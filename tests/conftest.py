@@ -1,6 +1,5 @@
 """Fixtures shared by the tests."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,9 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def fixtures(shared: Path):
-    """Module of tiny tokenizers and models (needs torch)."""
+def fixtures():
+    """Module of tiny models of transformers (needs torch)."""
     pytest.importorskip("torch")
-    sys.path.insert(0, str(shared / "cases"))
-    try:
-        import fixtures as module
-    finally:
-        sys.path.pop(0)
-    return module
+    import tiny_torch
+
+    return tiny_torch

@@ -73,8 +73,13 @@ def prepare_data(
     if config.eval_split_ratio:
         rows, held_out = split_examples(rows, config.eval_split_ratio, config.seed)
     elif config.eval_dataset_name:
+        if Path(config.eval_dataset_name).expanduser().is_dir():
+            raise UserError(
+                f"--eval_dataset_name {config.eval_dataset_name} is a folder: name the file in it "
+                "that holds the held-out rows"
+            )
         held_out, changed = _examples(
-            config, model, tokenizer, resolve(config.eval_dataset_name, "train"), console
+            config, model, tokenizer, resolve(config.eval_dataset_name), console
         )
     train = Loader(
         rows,

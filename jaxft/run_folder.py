@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jaxft.config import TrainConfig, to_yaml
 from jaxft.errors import UserError
 from jaxft.formats.checkpoint import Checkpoints
+from jaxft.formats.peft import WEIGHTS
 from jaxft.formats.weights import Checkpoint
 from jaxft.sinks import read_metrics
 
@@ -31,7 +33,8 @@ FREE = frozenset(
         "dataset_name",
     )
 )
-TRACES = ("metrics.jsonl", "checkpoints", "adapter_model.safetensors")
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+TRACES = (METRICS, CHECKPOINTS, WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -60,24 +63,32 @@ def find_start(config: TrainConfig, identity: dict[str, Any]) -> Start:
     if wish is None:
         _check_unused(output)
         return Start(0)
-    path = output / "checkpoints" if wish == "latest" else Path(wish).absolute().parent
-    steps = Checkpoints(path).steps() if path.is_dir() else []
-    if wish == "latest":
-        if not steps:
-            if (output / "metrics.jsonl").exists() and (output / TRACES[2]).exists():
-                raise UserError(f"--output_dir {output} holds a finished run without checkpoints")
+    path = output / CHECKPOINTS if wish == "latest" else Path(wish).absolute().parent
+    if not path.is_dir():
+        _wanted_step(wish, [], output, path)
+        return Start(0)
+    with closing(Checkpoints(path)) as checkpoints:
+        step = _wanted_step(wish, checkpoints.steps(), output, path)
+        if step == 0:
             return Start(0)
-        step = steps[-1]
-    else:
-        if not Path(wish).name.isdecimal() or int(Path(wish).name) not in steps:
-            raise UserError(f"--resume_from_checkpoint {wish} is no whole checkpoint")
-        step = int(Path(wish).name)
-        if path != (output / "checkpoints").absolute():
-            _check_unused(output)
-    _check_identity(Checkpoints(path).meta(step), identity, path / str(step))
-    if (output / "metrics.jsonl").exists():
-        read_metrics(output / "metrics.jsonl")
+        _check_identity(checkpoints.meta(step), identity, path / str(step))
+    if (output / METRICS).exists():
+        read_metrics(output / METRICS)
     return Start(step, path)
+
+
+def _wanted_step(wish: str, steps: list[int], output: Path, path: Path) -> int:
+    """The step of the checkpoint that --resume_from_checkpoint means; 0 where there is none yet."""
+    if wish == "latest":
+        if not steps and all((output / name).exists() for name in (METRICS, WEIGHTS)):
+            raise UserError(f"--output_dir {output} holds a finished run without checkpoints")
+        return steps[-1] if steps else 0
+    name = Path(wish).name
+    if not name.isdecimal() or int(name) not in steps:
+        raise UserError(f"--resume_from_checkpoint {wish} is no whole checkpoint")
+    if path != (output / CHECKPOINTS).absolute():
+        _check_unused(output)
+    return int(name)
 
 
 def model_fingerprint(checkpoint: Checkpoint) -> str:
@@ -100,7 +111,7 @@ def run_identity(
 
 def is_evaluated(folder: Path, step: int) -> bool:
     """Whether metrics.jsonl has an eval_loss after `step` updates."""
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines = read_metrics(folder / METRICS)
     return any(at == step and "eval_loss" in json.loads(line) for at, line in lines)
 
 

@@ -40,6 +40,7 @@ from jaxft.report import (
     training_display,
 )
 from jaxft.run_folder import (
+    CHECKPOINTS,
     Start,
     find_start,
     is_evaluated,
@@ -139,7 +140,7 @@ def train(
     evaluate = make_eval_step(structure)
 
     with ExitStack() as stack:
-        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints")))
+        checkpoints = stack.enter_context(closing(Checkpoints(folder / CHECKPOINTS)))
         forgotten = checkpoints.forget_after(start.step)
         if forgotten:
             display.note(f"checkpoints after update {start.step} are removed: {forgotten}")

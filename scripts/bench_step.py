@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import time
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ from jaxft.data.examples import Example
 from jaxft.data.loader import Loader
 from jaxft.device import compute_dtype
 from jaxft.errors import UserError
-from jaxft.formats.loading import load_decoder
+from jaxft.formats.loading import load_decoder, tensor_shapes
 from jaxft.lora import LoraConfig, add_adapters
 from jaxft.metrics import peak_flops, peak_memory_bytes, step_flops
+from jaxft.model.config import read_config
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
 from jaxft.quant import Storage
 from jaxft.report import make_console, progress_bar
@@ -93,7 +93,7 @@ class RandomCheckpoint:
         self.source = shape
         self.config = SHAPES[shape]
         self.generation_config: dict[str, Any] | None = None
-        self._shapes = dict(_tensors(self.config))
+        self._shapes = tensor_shapes(read_config(self.config))
 
     def names(self) -> frozenset[str]:
         """Every tensor of a Llama model."""
@@ -114,30 +114,6 @@ class RandomCheckpoint:
     def tokenizer(self) -> Any:
         """There is none: rows are made of token ids."""
         raise NotImplementedError
-
-
-def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    query = config["num_attention_heads"] * config["head_dim"]
-    key = config["num_key_value_heads"] * config["head_dim"]
-    table = (config["vocab_size"], hidden)
-    yield "model.embed_tokens.weight", table
-    yield "model.norm.weight", (hidden,)
-    if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", table
-    for i in range(config["num_hidden_layers"]):
-        for name, shape in {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (key, hidden),
-            "self_attn.v_proj": (key, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "mlp.gate_proj": (wide, hidden),
-            "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide),
-        }.items():
-            yield f"model.layers.{i}.{name}.weight", shape
 
 
 def make_rows(mix: str, tokens: int, length: int, vocabulary: int) -> list[Example]:

@@ -62,6 +62,13 @@ def load_decoder(
     return nnx.merge(structure, nnx.from_flat_state(filled))
 
 
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this model holds; nothing is made."""
+    storage = Storage(load_in_4bit=False, nested=False, compute=jnp.dtype(jnp.float32))
+    abstract = nnx.eval_shape(lambda: _blank(config, storage))
+    return dict(_wanted(abstract, dict(nnx.to_flat_state(nnx.state(abstract)))))
+
+
 def settle_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """The configuration with the output head that the checkpoint really has.
 

@@ -5,13 +5,14 @@
 LoraConfig where those have the option; the defaults are chosen for QLoRA.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxft import options
 from jaxft.errors import UserError
+from jaxft.lora_config import check_lora_options
 from jaxft.options import option
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -82,8 +83,26 @@ class TrainConfig:
     lora_target_modules: tuple[str, ...] = option(
         PROJECTIONS,
         group="lora",
-        help="Projections that get an adapter. All seven learn best; q_proj v_proj is the "
-        "smallest common choice.",
+        help="Projections that get an adapter: their names (q_proj v_proj is the smallest common "
+        "choice, all seven learn best), all-linear for every one the model has, or one regular "
+        "expression that a whole path such as model.layers.0.self_attn.q_proj must match.",
+    )
+    layers_to_transform: tuple[int, ...] | None = option(
+        None,
+        group="lora",
+        help="Numbers of the layers that get adapters, counted from 0; none: all of them.",
+    )
+    rank_pattern: Mapping[str, int] | None = option(
+        None,
+        group="lora",
+        help="Other ranks for some modules, as NAME=RANK. A name is the end of a module's path, or "
+        "a regular expression for it: down_proj=32 'layers.[0-3].self_attn.q_proj=4'. The first "
+        "that fits counts.",
+    )
+    alpha_pattern: Mapping[str, float] | None = option(
+        None,
+        group="lora",
+        help="Other values of lora_alpha for some modules, as NAME=ALPHA; read as rank_pattern.",
     )
     use_rslora: bool = option(
         False,
@@ -298,18 +317,12 @@ def _check_ranges(config: TrainConfig) -> None:
 
 
 def _check_combinations(config: TrainConfig) -> None:
-    modules = config.lora_target_modules
-    for module in modules:
-        if module not in PROJECTIONS:
-            raise UserError(
-                f"--lora_target_modules: unknown module {module!r}; known are "
-                + " ".join(PROJECTIONS)
-            )
-    if not modules or len(set(modules)) < len(modules):
-        raise UserError(
-            "--lora_target_modules must name at least one module, each once; got "
-            + (" ".join(modules) or "none")
-        )
+    check_lora_options(
+        config.lora_target_modules,
+        config.layers_to_transform,
+        config.rank_pattern or {},
+        config.alpha_pattern or {},
+    )
     if config.eval_dataset_name is not None and config.eval_split_ratio > 0:
         raise UserError(
             f"--eval_dataset_name {config.eval_dataset_name} and --eval_split_ratio "

@@ -104,7 +104,7 @@ def run_identity(
 ) -> dict[str, Any]:
     """What must be equal for a run to be the continuation of another, as JSON."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
-    options["lora_target_modules"] = list(options["lora_target_modules"])
+    options = json.loads(json.dumps(options))  # as the checkpoint will give it back
     options["dtype"] = dtype  # as resolved: another device may resolve auto otherwise
     return {"options": options, "model": model, "data": fingerprint, "total_steps": total_steps}
 

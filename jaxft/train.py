@@ -25,8 +25,9 @@ from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
 from jaxft.formats.peft import AdapterConfig
 from jaxft.lora import add_adapters
+from jaxft.lora_config import adapted_modules, read_targets
 from jaxft.metrics import Recorder
-from jaxft.model.config import read_config
+from jaxft.model.config import ModelConfig, read_config
 from jaxft.model.decoder import Decoder
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
 from jaxft.prepare import Data, preflight, prepare_data
@@ -82,20 +83,21 @@ def run(config: TrainConfig) -> int:
     check_report_to(config.report_to)
     checkpoint = open_checkpoint(config.model_name_or_path)
     model = read_config(checkpoint.config)
+    adapter = _adapter_config(config, model)
+    adapted_modules(adapter, model)  # a target that does not fit is told before rows are read
     data = prepare_data(config, model, checkpoint.tokenizer(), console)
     dtype = compute_dtype(config.dtype)
     identity = run_identity(
         config, dtype.name, model_fingerprint(checkpoint), data.fingerprint, data.train.num_steps
     )
     start = find_start(config, identity)
-    print_preflight(preflight(config, model, data, dtype.name, start.step), console)
+    print_preflight(preflight(config, adapter, model, data, dtype.name, start.step), console)
 
     storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
     with progress_bar("loading layers", console) as progress:
         decoder = load_decoder(checkpoint, storage, progress)
     if model.tie_word_embeddings and not decoder.config.tie_word_embeddings:
         console.print("note: config.json ties the head, but the file has another one: it is used")
-    adapter = _adapter_config(config)
     add_adapters(decoder, adapter, config.seed)
     folder = open_run_folder(config)
     with training_display(data.train.num_steps, start.step, console) as display:
@@ -223,13 +225,16 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _adapter_config(config: TrainConfig) -> AdapterConfig:
+def _adapter_config(config: TrainConfig, model: ModelConfig) -> AdapterConfig:
     return AdapterConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
+        target_modules=read_targets(config.lora_target_modules, model),
         use_rslora=config.use_rslora,
+        rank_pattern=config.rank_pattern or {},
+        alpha_pattern=config.alpha_pattern or {},
+        layers_to_transform=config.layers_to_transform,
         base_model_name_or_path=config.model_name_or_path,
     )
 

@@ -43,6 +43,12 @@ class TrainConfig:
         help="Folder with config.json and safetensors files, a .gguf file, or a Hugging Face hub "
         "id such as meta-llama/Llama-3.2-1B-Instruct.",
     )
+    revision: str | None = option(
+        None,
+        group="model",
+        help="Branch, tag or commit of a hub model. A commit keeps a run repeatable when the "
+        "model's page changes. none: its main branch.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
         group="model",
@@ -252,6 +258,18 @@ class TrainConfig:
         help="Updates between two checkpoints to resume from. none saves at the end and when the "
         "run is stopped by a signal.",
     )
+    save_total_limit: int | None = option(
+        None,
+        group="output",
+        help="Checkpoints that are kept, the newest ones; older ones are deleted. none keeps all. "
+        "One holds the adapter and AdamW's state, three times the adapter's size in float32.",
+    )
+    load_best_model_at_end: bool = option(
+        False,
+        group="output",
+        help="Write the adapter of the update with the lowest eval_loss instead of the last one. "
+        "Its checkpoint is kept whatever save_total_limit says. Needs eval_steps.",
+    )
     resume_from_checkpoint: str | None = option(
         None,
         group="output",
@@ -264,6 +282,12 @@ class TrainConfig:
         group="output",
         help="Send the metrics to TensorBoard or Weights & Biases too; install the extra of that "
         "name first.",
+    )
+
+    dry_run: bool = option(
+        False,
+        group="output",
+        help="Check everything, print the report and stop: nothing is trained or written.",
     )
 
     def __post_init__(self) -> None:
@@ -288,6 +312,7 @@ _AT_LEAST: dict[str, float] = {
     "logging_steps": 1,
     "eval_steps": 1,
     "save_steps": 1,
+    "save_total_limit": 1,
 }
 _ABOVE_ZERO = ("lora_alpha", "num_train_epochs")
 _SHARES = ("lora_dropout", "eval_split_ratio")
@@ -332,6 +357,10 @@ def _check_combinations(config: TrainConfig) -> None:
         raise UserError(
             f"--eval_steps {config.eval_steps} has no evaluation data: "
             "add --eval_dataset_name or --eval_split_ratio"
+        )
+    if config.load_best_model_at_end and config.eval_steps is None:
+        raise UserError(
+            "--load_best_model_at_end chooses among evaluated updates: add --eval_steps"
         )
 
 

@@ -12,7 +12,6 @@ from flax import nnx
 from jaxft.errors import UserError
 from jaxft.lora_config import LoraConfig, adapted_modules
 from jaxft.model.decoder import Decoder
-from jaxft.model.layer import Group
 from jaxft.model.linear import Linear
 from jaxft.model.variables import Frozen
 from jaxft.quant import Adapter
@@ -56,21 +55,20 @@ def add_adapters(decoder: Decoder, config: LoraConfig, seed: int) -> None:
     """
     rank_of = adapted_modules(config, decoder.config)
     root = jax.random.key(seed)
-    for path, group, linear in _paths(decoder):
-        modules = _modules(group, path)
+    for modules, linear in projections(decoder):
         ranks = tuple(rank_of.get(module, 0) for module in modules)
         rank = max(ranks)
         if rank == 0:
             continue
-        salt = zlib.crc32(path.rpartition(".")[2].encode())
-        key = jax.random.fold_in(jax.random.fold_in(root, salt), group.first)
+        salt = zlib.crc32(modules[0].rpartition(".")[2].encode())
+        key = jax.random.fold_in(jax.random.fold_in(root, salt), int(modules[0].split(".")[2]))
         bound = 1 / math.sqrt(linear.in_features)
-        a_shape = (group.size, rank, linear.in_features)
+        a_shape = (len(modules), rank, linear.in_features)
         a = jax.random.uniform(key, a_shape, jnp.float32, -bound, bound)
         if min(ranks) < rank:
             used = jnp.arange(rank) < jnp.array(ranks)[:, None]
             a = jnp.where(used[..., None], a, 0)
-        b = jnp.zeros((group.size, linear.out_features, rank), jnp.float32)
+        b = jnp.zeros((len(modules), linear.out_features, rank), jnp.float32)
         scales = [config.scale_of(m) if r else 0.0 for m, r in zip(modules, ranks, strict=True)]
         scale = jnp.array(scales, jnp.float32)
         linear.adapter = Lora(a, b, scale, ranks, config.lora_dropout, salt)
@@ -79,12 +77,12 @@ def add_adapters(decoder: Decoder, config: LoraConfig, seed: int) -> None:
 def adapter_arrays(decoder: Decoder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Each adapted module of the model, by its path in transformers, with float32 A and B."""
     arrays = {}
-    for path, group, linear in _paths(decoder):
-        if linear.adapter is None:
-            continue
+    for modules, linear in projections(decoder):
         lora = linear.adapter
+        if lora is None:
+            continue
         a, b = (np.asarray(x.get_value()) for x in (lora.lora_A, lora.lora_B))
-        for i, (module, rank) in enumerate(zip(_modules(group, path), lora.ranks, strict=True)):
+        for i, (module, rank) in enumerate(zip(modules, lora.ranks, strict=True)):
             if rank:
                 arrays[module] = (a[i, :rank], b[i, :, :rank])
     return dict(sorted(arrays.items(), key=lambda item: _natural(item[0])))
@@ -103,32 +101,26 @@ def set_adapter_arrays(decoder: Decoder, arrays: dict[str, tuple[np.ndarray, np.
     for name, pair in own.items():
         if [x.shape for x in pair] != [x.shape for x in arrays[name]]:
             raise UserError(f"{name}: the adapter's shapes {[x.shape for x in arrays[name]]}")
-    for path, group, linear in _paths(decoder):
-        if linear.adapter is None:
+    for modules, linear in projections(decoder):
+        lora = linear.adapter
+        if lora is None:
             continue
-        a, b = (
-            np.zeros(x.shape, np.float32) for x in (linear.adapter.lora_A, linear.adapter.lora_B)
-        )
-        for i, (module, rank) in enumerate(
-            zip(_modules(group, path), linear.adapter.ranks, strict=True)
-        ):
+        a, b = (np.zeros(x.shape, np.float32) for x in (lora.lora_A, lora.lora_B))
+        for i, (module, rank) in enumerate(zip(modules, lora.ranks, strict=True)):
             if rank:
                 a[i, :rank], b[i, :, :rank] = arrays[module]
-        linear.adapter.lora_A.set_value(jnp.asarray(a))
-        linear.adapter.lora_B.set_value(jnp.asarray(b))
+        lora.lora_A.set_value(jnp.asarray(a))
+        lora.lora_B.set_value(jnp.asarray(b))
 
 
-def _paths(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
-    """Every projection with its path inside a layer ("self_attn.q_proj") and its group."""
+def projections(decoder: Decoder) -> Iterator[tuple[list[str], Linear]]:
+    """Every stacked projection with its paths in the model, one for each layer of the stack."""
     for group in decoder.groups:
-        for path, module in nnx.iter_modules(group.layers):
-            if isinstance(module, Linear):
-                yield ".".join(map(str, path)), group, module
-
-
-def _modules(group: Group, path: str) -> list[str]:
-    """A projection's path in the model, for each layer of the group."""
-    return [f"model.layers.{group.first + i}.{path}" for i in range(group.size)]
+        for member, layer in enumerate(group.members):
+            for path, module in nnx.iter_modules(layer):
+                if isinstance(module, Linear):
+                    end = ".".join(map(str, path))
+                    yield [f"model.layers.{n}.{end}" for n in group.numbers(member)], module
 
 
 def _natural(path: str) -> list:

@@ -12,11 +12,10 @@ from flax import nnx
 
 from jaxft.data.examples import Example
 from jaxft.data.loader import Loader
-from jaxft.lora import adapter_arrays, add_adapters, set_adapter_arrays
+from jaxft.lora import adapter_arrays, add_adapters, projections, set_adapter_arrays
 from jaxft.lora_config import LoraConfig
 from jaxft.loss import sum_of_losses
 from jaxft.model.decoder import Decoder
-from jaxft.model.linear import Linear
 from jaxft.quant import dense
 from jaxft.step import split
 
@@ -118,13 +117,10 @@ def write_dense_weights(model: Any, decoder: Decoder) -> Any:
     import torch
 
     with torch.no_grad():
-        for group in decoder.groups:
-            for path, module in nnx.iter_modules(group.layers):
-                if isinstance(module, Linear):
-                    stacked = np.asarray(dense(module.weight.get_value(), jnp.float32))
-                    for i, matrix in enumerate(stacked):
-                        name = ".".join(("model.layers", str(group.first + i), *map(str, path)))
-                        model.get_submodule(name).weight.copy_(torch.tensor(matrix))
+        for modules, linear in projections(decoder):
+            stacked = np.asarray(dense(linear.weight.get_value(), jnp.float32))
+            for name, matrix in zip(modules, stacked, strict=True):
+                model.get_submodule(name).weight.copy_(torch.tensor(matrix))
     return model
 
 

@@ -1,6 +1,6 @@
 """From a checkpoint to a decoder on the device, one tensor at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,12 +51,12 @@ def load_decoder(
         paths = [path for path in flat if path[:2] == ("groups", number)]
         for i in range(group.size):
             for path in paths:
-                name = _layer_name(group.first + i, path)
+                name = _layer_name(group, i, path)
                 value = _stored(checkpoint.read(name), flat[path].get_value(), storage)
                 if i == 0:
                     tensors[path] = _room(value, group.size)
                 tensors[path] = _put(tensors[path], value, i, name)
-            loaded += 1
+            loaded += len(group.members)
             progress(loaded, len(config.layers))
     filled = {path: variable.replace(tensors[path]) for path, variable in flat.items()}
     return nnx.merge(structure, nnx.from_flat_state(filled))
@@ -95,20 +95,38 @@ def settle_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 def _blank(config: ModelConfig, storage: Storage) -> Decoder:
     """A decoder without values: only its structure and shapes are used."""
 
-    def group(layer: LayerConfig, first: int, size: int) -> Group:
+    def stacked(layer: LayerConfig, size: int) -> Layer:
         structure, state = nnx.split(Layer(config, layer, storage))
-        return Group(nnx.merge(structure, _room(state, size)), first, size)
+        return nnx.merge(structure, _room(state, size))
 
-    return Decoder(config, [group(*run) for run in _runs(config.layers)], storage.compute)
+    groups = [
+        Group(
+            [stacked(layer, size) for layer in config.layers[first : first + period]], first, size
+        )
+        for first, period, size in patterns(config.layers)
+    ]
+    return Decoder(config, groups, storage.compute)
 
 
-def _runs(layers: tuple[LayerConfig, ...]) -> Iterator[tuple[LayerConfig, int, int]]:
-    """Runs of equal neighbours: their configuration, the number of the first, how many."""
+def patterns(layers: Sequence[Hashable], longest: int = 8) -> Iterator[tuple[int, int, int]]:
+    """Cuts layers into repeating patterns: (number of the first, period, repetitions) of each.
+
+    At each place it takes the period, up to `longest`, whose repetitions cover most layers, so
+    that five local layers and a global one, over and over, are one group; the remainder is cut in
+    the same way.
+    """
     first = 0
-    for i in range(1, len(layers) + 1):
-        if i == len(layers) or layers[i] != layers[first]:
-            yield layers[first], first, i - first
-            first = i
+    while first < len(layers):
+        best, covered = (1, 1), 1
+        for period in range(1, longest + 1):
+            end = first + period
+            while end < len(layers) and layers[end] == layers[end - period]:
+                end += 1
+            size = (end - first) // period
+            if size > 1 and period * size > covered:
+                best, covered = (period, size), period * size
+        yield first, best[0], best[1]
+        first += covered
 
 
 def _outer_name(path: tuple) -> str:
@@ -117,9 +135,9 @@ def _outer_name(path: tuple) -> str:
     return name if path[0] == "lm_head" else f"model.{name}"
 
 
-def _layer_name(number: int, path: tuple) -> str:
-    """The checkpoint's name of a tensor `("groups", g, "layers", ...)` in layer `number`."""
-    return ".".join(("model.layers", str(number), *path[3:]))
+def _layer_name(group: Group, i: int, path: tuple) -> str:
+    """The checkpoint's name of repetition i of a tensor `("groups", g, "members", member, ...)`."""
+    return ".".join(("model.layers", str(group.numbers(path[3])[i]), *path[4:]))
 
 
 def _wanted(decoder: Decoder, flat: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -138,7 +156,7 @@ def _wanted(decoder: Decoder, flat: dict) -> Iterator[tuple[str, tuple[int, ...]
             case _:
                 shape = value.shape[1:]
         for i in range(group.size):
-            yield _layer_name(group.first + i, path), shape
+            yield _layer_name(group, i, path), shape
 
 
 def _check(wanted: dict[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:

@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxft.model.attention import Cache, Where
 from jaxft.model.config import ModelConfig
-from jaxft.model.layer import Group
+from jaxft.model.layer import Caches, Group
 from jaxft.model.norm import RMSNorm
 from jaxft.model.variables import Frozen
 from pallas_kernels.attention import make_plan
@@ -49,13 +49,17 @@ class Decoder(nnx.Module):
           dropout_key: where given, the adapters' dropout is on and draws from it.
           checkpointing: one of `jaxft.model.remat.POLICIES`.
         """
-        where = Where(document_positions(segment_ids), make_plan(segment_ids))
-        hidden, _ = self._run(tokens, where, None, dropout_key, checkpointing)
+        positions = document_positions(segment_ids)
+        wheres = {
+            window: Where(positions, make_plan(segment_ids, window=window))
+            for window in self._windows
+        }
+        hidden, _ = self._run(tokens, wheres, None, dropout_key, checkpointing)
         return hidden
 
     def extend(
-        self, tokens: jax.Array, index: jax.Array, caches: list[Cache]
-    ) -> tuple[jax.Array, list[Cache]]:
+        self, tokens: jax.Array, index: jax.Array, caches: list[Caches]
+    ) -> tuple[jax.Array, list[Caches]]:
         """Hidden states of one document's next tokens `[B, n]`, and the caches with them in it.
 
         Args:
@@ -65,18 +69,32 @@ class Decoder(nnx.Module):
           caches: from `empty_caches`, one for each group.
         """
         batch, count = tokens.shape
-        capacity = caches[0].k.shape[2]
+        capacity = caches[0][0].k.shape[2]
         positions = jnp.broadcast_to(index + jnp.arange(count), (batch, count))
         slots = jnp.broadcast_to(jnp.arange(capacity), (batch, capacity))
         filled = (slots < index + count).astype(jnp.int32)
-        plan = make_plan(jnp.ones_like(positions), filled, positions, slots)
-        return self._run(tokens, Where(positions, plan, index), caches, None, "false")
+        ones = jnp.ones_like(positions)
+        wheres = {
+            window: Where(positions, make_plan(ones, filled, positions, slots, window), index)
+            for window in self._windows
+        }
+        return self._run(tokens, wheres, caches, None, "false")
 
-    def empty_caches(self, batch: int, capacity: int) -> list[Cache]:
+    def empty_caches(self, batch: int, capacity: int) -> list[Caches]:
         """Room for the keys and values of `capacity` tokens of each of `batch` documents."""
-        heads, size = self.config.num_kv_heads, self.config.head_dim
-        shapes = [(group.size, batch, capacity, heads, size) for group in self.groups]
-        return [Cache(*(jnp.zeros(shape, self.compute) for _ in "kv")) for shape in shapes]
+        config = self.config
+
+        def room(group: Group) -> Caches:
+            shape = (group.size, batch, capacity, config.num_kv_heads, config.head_dim)
+            return tuple(
+                Cache(*(jnp.zeros(shape, self.compute) for _ in "kv")) for _ in group.members
+            )
+
+        return [room(group) for group in self.groups]
+
+    @property
+    def _windows(self) -> set[int | None]:
+        return {member.window for group in self.groups for member in group.members}
 
     @property
     def head(self) -> jax.Array:
@@ -95,11 +113,11 @@ class Decoder(nnx.Module):
             preferred_element_type=jnp.float32,
         )
 
-    def _run(self, tokens, where, caches, dropout_key, checkpointing):
+    def _run(self, tokens, wheres, caches, dropout_key, checkpointing):
         x = self.embed_tokens.weight.get_value()[tokens].astype(self.compute)
         filled = []
         for group, cache in zip(self.groups, caches or [None] * len(self.groups), strict=True):
-            x, cache = group(x, where, cache, dropout_key, checkpointing)
+            x, cache = group(x, wheres, cache, dropout_key, checkpointing)
             filled.append(cache)
         hidden, _ = self.norm(x)
         return hidden, filled

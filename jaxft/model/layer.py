@@ -1,4 +1,7 @@
-"""One layer, and a group of equal layers scanned as one."""
+"""One layer, and a group of layers scanned as one."""
+
+from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +16,16 @@ from jaxft.model.norm import RMSNorm
 from jaxft.model.remat import LAYER_INPUT, rematerialise
 from jaxft.quant import Storage
 
+Wheres = Mapping[int | None, Where]  # by window
+Caches = tuple[Cache, ...]  # by member of a group
+
 
 class Layer(nnx.Module):
     """Attention and feed-forward, each after a norm and added to the stream."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, storage: Storage):
         size, eps = config.hidden_size, config.rms_norm_eps
+        self.window = layer.window
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(config, layer, storage)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
@@ -35,36 +42,51 @@ class Layer(nnx.Module):
 
 
 class Group(nnx.Module):
-    """Consecutive layers of equal structure: their tensors are stacked and scanned.
+    """A pattern of layers that repeats: the tensors of its repetitions are stacked and scanned.
 
     Attributes:
-      layers: a `Layer` whose tensors have a leading axis of layers.
+      members: the layers of one period, whose tensors have a leading axis of repetitions.
       first: number of its first layer in the model.
-      size: how many layers there are.
+      size: how often the pattern stands.
     """
 
-    def __init__(self, layers: Layer, first: int, size: int):
-        self.layers = layers
+    def __init__(self, members: list[Layer], first: int, size: int):
+        self.members = nnx.List(members)
         self.first = first
         self.size = size
+
+    def numbers(self, member: int) -> range:
+        """Numbers in the model of the layers that are stacked in a member."""
+        period = len(self.members)
+        return range(self.first + member, self.first + period * self.size, period)
 
     def __call__(
         self,
         x: jax.Array,
-        where: Where,
-        cache: Cache | None,
+        wheres: Wheres,
+        caches: Caches | None,
         key: jax.Array | None,
         checkpointing: str,
-    ) -> tuple[jax.Array, Cache | None]:
-        """All layers in order. The cache's tensors have a leading axis of layers too."""
-        structure, stacked = nnx.split(self.layers)
+    ) -> tuple[jax.Array, Caches | None]:
+        """All layers in order. The caches' tensors have a leading axis of repetitions too."""
+        parts = [nnx.split(member) for member in self.members]
+        structures = [structure for structure, _ in parts]
 
-        def body(x, layer_inputs):
-            state, number, cache = layer_inputs
+        def one(structure, x, state, number, cache):
             x = checkpoint_name(x, LAYER_INPUT)
             layer = nnx.merge(structure, state)
             layer_key = None if key is None else jax.random.fold_in(key, number)
-            return layer(x, where, cache, layer_key)
+            return layer(x, wheres[layer.window], cache, layer_key)
 
-        numbers = self.first + jnp.arange(self.size)
-        return lax.scan(rematerialise(body, checkpointing), x, (stacked, numbers, cache))
+        def body(x, repetition):
+            states, number, caches = repetition
+            filled = []
+            for i, structure in enumerate(structures):
+                run = rematerialise(partial(one, structure), checkpointing)
+                x, cache = run(x, states[i], number + i, None if caches is None else caches[i])
+                filled.append(cache)
+            return x, None if caches is None else tuple(filled)
+
+        states = tuple(state for _, state in parts)
+        numbers = jnp.asarray(self.numbers(0), jnp.int32)
+        return lax.scan(body, x, (states, numbers, caches))

@@ -27,7 +27,8 @@ def sum_of_losses(
       checkpointing: one of `jaxft.model.remat.POLICIES`.
     """
     hidden = decoder(tokens, segment_ids, dropout_key=dropout_key, checkpointing=checkpointing)
-    return cross_entropy(hidden, decoder.head, targets).sum()
+    cap = decoder.config.final_softcap
+    return cross_entropy(hidden, decoder.head, targets, softcap=cap).sum()
 
 
 def count_targets(targets: jax.Array) -> jax.Array:

@@ -27,8 +27,9 @@ from jaxft.keeper import Keeper
 from jaxft.lora import add_adapters
 from jaxft.lora_config import adapted_modules, read_targets
 from jaxft.metrics import Recorder
-from jaxft.model.config import ModelConfig, read_config
+from jaxft.model.config import ModelConfig
 from jaxft.model.decoder import Decoder
+from jaxft.model.families import read_config
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
 from jaxft.prepare import Data, preflight, prepare_data
 from jaxft.quant import Storage
@@ -82,7 +83,7 @@ def run(config: TrainConfig) -> int:
     check_checkpointing(config.gradient_checkpointing)
     check_report_to(config.report_to)
     checkpoint = open_checkpoint(config.model_name_or_path, config.revision)
-    model = read_config(checkpoint.config)
+    model = read_config(checkpoint.config, config.max_length)
     check_tensors(checkpoint)
     adapter = _adapter_config(config, model)
     adapted_modules(adapter, model)  # a target that does not fit is told before rows are read
@@ -99,7 +100,7 @@ def run(config: TrainConfig) -> int:
         return 0
     storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
     with progress_bar("loading layers", console) as progress:
-        decoder = load_decoder(checkpoint, storage, progress)
+        decoder = load_decoder(checkpoint, storage, progress, config.max_length)
     if model.tie_word_embeddings and not decoder.config.tie_word_embeddings:
         console.print("note: config.json ties the head, but the file has another one: it is used")
     add_adapters(decoder, adapter, config.seed)

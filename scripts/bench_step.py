@@ -35,7 +35,7 @@ from jaxft.formats.loading import load_decoder, tensor_shapes
 from jaxft.lora import add_adapters
 from jaxft.lora_config import LoraConfig
 from jaxft.metrics import peak_flops, peak_memory_bytes, step_flops
-from jaxft.model.config import read_config
+from jaxft.model.families import read_config
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
 from jaxft.quant import Storage
 from jaxft.report import make_console, progress_bar

@@ -14,7 +14,7 @@ from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.peft import AdapterConfig, load_adapter, save_adapter
 from jaxft.lora import adapter_arrays, add_adapters, set_adapter_arrays
 from jaxft.lora_config import adapted_modules, count_parameters, read_targets
-from jaxft.model.config import read_config
+from jaxft.model.families import read_config
 
 peft = pytest.importorskip("peft")
 

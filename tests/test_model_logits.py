@@ -16,7 +16,7 @@ from test_formats_gguf import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, per
 from jaxft.formats.gguf import GgufFile
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.loading import load_decoder
-from jaxft.model.config import read_config
+from jaxft.model.families import read_config
 
 pytest.importorskip("torch")
 

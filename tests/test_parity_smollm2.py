@@ -24,7 +24,7 @@ from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
 from jaxft.lora import adapter_arrays, add_adapters
 from jaxft.lora_config import LoraConfig
-from jaxft.model.config import read_config
+from jaxft.model.families import read_config
 from jaxft.prepare import prepare_data
 from jaxft.report import make_console
 from pallas_kernels.nf4 import dequantize, quantize

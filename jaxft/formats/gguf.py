@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
 from jaxft.formats.gguf_tokenizer import build_tokenizer
+from jaxft.model.fields import Fields
 from jaxft.model.rope import read_rope
 
 ARCHITECTURES = ("llama",)
@@ -275,7 +276,7 @@ def recover_rope_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
         "original_max_position_embeddings": 8192,
     }
     plain, scaled = (
-        read_rope({"rope_theta": theta, "rope_scaling": scaling}, 2 * len(factors)).array()
+        read_rope(Fields({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(factors)).array()
         for scaling in (None, llama3)
     )
     if np.allclose(factors, plain / scaled, rtol=1e-5, atol=0):

@@ -12,8 +12,9 @@ from flax import nnx
 
 from jaxft.errors import UserError
 from jaxft.formats.weights import Checkpoint
-from jaxft.model.config import LayerConfig, ModelConfig, read_config
+from jaxft.model.config import LayerConfig, ModelConfig
 from jaxft.model.decoder import Decoder
+from jaxft.model.families import read_config
 from jaxft.model.layer import Group, Layer
 from jaxft.quant import NF4, Dense, Storage
 
@@ -28,8 +29,11 @@ def load_decoder(
     checkpoint: Checkpoint,
     storage: Storage,
     progress: Progress = lambda done, total: None,
+    max_length: int | None = None,
 ) -> Decoder:
     """The checkpoint's model, its weights stored as `storage` says.
+
+    `max_length` is that of `read_config`: the longest text the model will see.
 
     Every name and shape is checked before a weight is read. Host memory holds one tensor at a
     time; the stacked tensors of a group of layers are filled in place on the device.
@@ -37,7 +41,7 @@ def load_decoder(
     Raises:
       UserError: a tensor that is missing, left over or of another shape, by its name.
     """
-    config = settle_head(read_config(checkpoint.config), checkpoint)
+    config = settle_head(read_config(checkpoint.config, max_length), checkpoint)
     abstract = nnx.eval_shape(lambda: _blank(config, storage))
     structure, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))

@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxft.model.config import LayerConfig, ModelConfig
 from jaxft.model.linear import Linear
+from jaxft.model.norm import RMSNorm
 from jaxft.quant import Storage
 from pallas_kernels.attention import Plan, attention
 from pallas_kernels.qk_norm_rope import qk_norm_rope
@@ -44,31 +45,44 @@ class Attention(nnx.Module):
     """Multi-head attention with RoPE, inside segments."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, storage: Storage):
-        shapes, bias = config.projections, config.attention_bias
+        shapes, bias = config.projections, config.qkv_bias
         self.head_dim = config.head_dim
         self.rope = layer.rope
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.q_proj = Linear(shapes["self_attn.q_proj"], storage, bias=bias)
         self.k_proj = Linear(shapes["self_attn.k_proj"], storage, bias=bias)
         self.v_proj = Linear(shapes["self_attn.v_proj"], storage, bias=bias)
-        self.o_proj = Linear(shapes["self_attn.o_proj"], storage, bias=bias)
+        self.o_proj = Linear(shapes["self_attn.o_proj"], storage, bias=config.o_bias)
+        norms = config.qk_norm
+        self.q_norm = nnx.data(RMSNorm(self.head_dim, config) if norms else None)
+        self.k_norm = nnx.data(RMSNorm(self.head_dim, config) if norms else None)
 
     def __call__(
         self, x: jax.Array, where: Where, cache: Cache | None, key: jax.Array | None
     ) -> tuple[jax.Array, Cache | None]:
         """`[B, T, hidden]` -> `[B, T, hidden]`, and the cache with these tokens in it."""
         q, k, v = (self._heads(p(x, key)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        norms = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {
+                "q_scale": self.q_norm.weight.get_value(),
+                "k_scale": self.k_norm.weight.get_value(),
+                "eps": self.q_norm.eps,
+                "norm_offset": self.q_norm.offset,
+            }
         q, k = qk_norm_rope(
             q,
             k,
             where.positions,
             jnp.asarray(self.rope.array()),
             attention_factor=self.rope.attention_factor,
+            **norms,
         )
         if cache is not None:
             assert where.cache_index is not None
             cache = cache.write(k, v, where.cache_index)
             k, v = cache.k, cache.v
-        out = attention(q, k, v, where.plan, scale=self.head_dim**-0.5)
+        out = attention(q, k, v, where.plan, scale=self.scale, softcap=self.softcap)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), key), cache
 
     def _heads(self, x: jax.Array) -> jax.Array:

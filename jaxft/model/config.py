@@ -1,25 +1,40 @@
-"""What a decoder looks like: a reading of Hugging Face's config.json."""
+"""What a decoder looks like: the shapes and the arithmetic in which families differ."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from jaxft.errors import UserError
-from jaxft.model.rope import Rope, positive, read_rope
-
-FAMILIES = ("llama",)
+from jaxft.model.rope import Rope
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer; neighbours that are equal are scanned together."""
+    """What may differ from layer to layer; patterns that repeat are scanned together.
+
+    Attributes:
+      rope: rotary embedding.
+      window: how many tokens a query sees, itself included; None for its whole document.
+    """
 
     rope: Rope
     window: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder, under transformers' names."""
+    """Shape and arithmetic of a decoder, under transformers' names where it has them.
+
+    Attributes:
+      attention_scale: factor on the scores before the softmax.
+      attention_softcap: scores become `cap * tanh(score / cap)`; None leaves them.
+      final_softcap: the same for the logits.
+      embedding_scale: factor on the embeddings, rounded to the arithmetic's dtype.
+      activation: of the gate, `"silu"` or `"gelu_tanh"`.
+      norm_offset: added to every norm's scale.
+      qk_norm: queries and keys are normalised per head before RoPE.
+      post_norms: attention and feed-forward are normalised after as well as before.
+      qkv_bias, o_bias, mlp_bias: which projections have a bias.
+      module_prefix: of the decoder's modules in transformers' model, `model`.
+      tensor_prefix: of its tensors in the checkpoint's files.
+    """
 
     model_type: str
     vocab_size: int
@@ -31,9 +46,18 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     layers: tuple[LayerConfig, ...]
+    attention_scale: float
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    embedding_scale: float | None = None
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    qk_norm: bool = False
+    post_norms: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -49,65 +73,3 @@ class ModelConfig:
             "mlp.up_proj": (wide, hidden),
             "mlp.down_proj": (hidden, wide),
         }
-
-
-def read_config(config: dict[str, Any]) -> ModelConfig:
-    """The decoder that the content of a config.json describes.
-
-    Raises:
-      UserError: a model type, activation or RoPE scaling that is not supported, or a missing key.
-    """
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"config.json: model_type {model_type!r} is not supported; "
-            f"supported: {', '.join(FAMILIES)}"
-        )
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UserError(f"config.json: hidden_act {activation!r} is not supported; supported: silu")
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    head_dim = _size(config, "head_dim", hidden // heads)
-    if head_dim % 2:
-        raise UserError(f"config.json: a head of {head_dim} elements has no pairs to rotate")
-    kv_heads = _size(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise UserError(
-            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads "
-            f"{kv_heads}"
-        )
-    layer = LayerConfig(read_rope(config, head_dim))
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=_size(config, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
-        max_position_embeddings=_size(config, "max_position_embeddings", 2048),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
-        attention_bias=_flag(config, "attention_bias"),
-        mlp_bias=_flag(config, "mlp_bias"),
-        layers=(layer,) * _size(config, "num_hidden_layers"),
-    )
-
-
-def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number of at least 1; null means that the key is not there."""
-    value = config.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise UserError(f"config.json lacks {name!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {name} must be a whole number above 0, it is {value!r}")
-    return value
-
-
-def _flag(config: dict[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if not isinstance(value, bool | None):
-        raise UserError(f"config.json: {name} must be true or false, it is {value!r}")
-    return bool(value)

@@ -29,7 +29,7 @@ class Decoder(nnx.Module):
         self.compute = compute
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.groups = nnx.List(groups)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
         tied = config.tie_word_embeddings
         self.lm_head = nnx.data(None if tied else Embedding(config.vocab_size, config.hidden_size))
 
@@ -105,16 +105,20 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocab]` of hidden states `[..., hidden]`; for a few tokens at a time."""
         head = self.head.astype(hidden.dtype)
-        return jnp.einsum(
+        logits = jnp.einsum(
             "...h,vh->...v",
             hidden,
             head,
             precision=dot_precision(hidden, head),
             preferred_element_type=jnp.float32,
         )
+        cap = self.config.final_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _run(self, tokens, wheres, caches, dropout_key, checkpointing):
         x = self.embed_tokens.weight.get_value()[tokens].astype(self.compute)
+        if self.config.embedding_scale is not None:
+            x *= jnp.asarray(self.config.embedding_scale, self.compute)
         filled = []
         for group, cache in zip(self.groups, caches or [None] * len(self.groups), strict=True):
             x, cache = group(x, wheres, cache, dropout_key, checkpointing)

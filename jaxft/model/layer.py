@@ -21,15 +21,21 @@ Caches = tuple[Cache, ...]  # by member of a group
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, each after a norm and added to the stream."""
+    """Attention and feed-forward, each after a norm and added to the stream.
+
+    Gemma 2 and 3 (`post_norms`) normalise what each adds as well; transformers' names shift then.
+    """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, storage: Storage):
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
         self.window = layer.window
-        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.input_layernorm = RMSNorm(size, config)
         self.self_attn = Attention(config, layer, storage)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, config)
         self.mlp = Mlp(config, storage)
+        post = config.post_norms
+        self.pre_feedforward_layernorm = nnx.data(RMSNorm(size, config) if post else None)
+        self.post_feedforward_layernorm = nnx.data(RMSNorm(size, config) if post else None)
 
     def __call__(
         self, x: jax.Array, where: Where, cache: Cache | None, key: jax.Array | None
@@ -37,8 +43,13 @@ class Layer(nnx.Module):
         """`[B, T, hidden]` -> `[B, T, hidden]`, and the cache with these tokens in it."""
         normed, _ = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, where, cache, key)
-        normed, x = self.post_attention_layernorm(attended, residual=x)
-        return x + self.mlp(normed, key), cache
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            normed, x = self.post_attention_layernorm(attended, residual=x)
+            return x + self.mlp(normed, key), cache
+        attended, _ = self.post_attention_layernorm(attended)
+        normed, x = self.pre_feedforward_layernorm(attended, residual=x)
+        wide, _ = self.post_feedforward_layernorm(self.mlp(normed, key))
+        return x + wide, cache
 
 
 class Group(nnx.Module):

@@ -10,14 +10,16 @@ from pallas_kernels.glu import glu
 
 
 class Mlp(nnx.Module):
-    """Gated feed-forward: `down(silu(gate(x)) * up(x))`."""
+    """Gated feed-forward: `down(activation(gate(x)) * up(x))`."""
 
     def __init__(self, config: ModelConfig, storage: Storage):
         shapes, bias = config.projections, config.mlp_bias
+        self.activation = config.activation
         self.gate_proj = Linear(shapes["mlp.gate_proj"], storage, bias=bias)
         self.up_proj = Linear(shapes["mlp.up_proj"], storage, bias=bias)
         self.down_proj = Linear(shapes["mlp.down_proj"], storage, bias=bias)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """`[..., hidden]` -> `[..., hidden]`."""
-        return self.down_proj(glu(self.gate_proj(x, key), self.up_proj(x, key)), key)
+        wide = glu(self.gate_proj(x, key), self.up_proj(x, key), activation=self.activation)
+        return self.down_proj(wide, key)

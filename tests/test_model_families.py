@@ -1,0 +1,176 @@
+"""Every family against transformers and PEFT, float32, on tiny sharpened models: one row each."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import load, logits
+from model_oracles import (
+    PROJECTIONS,
+    add_lora,
+    edit_config,
+    in_peft,
+    largest,
+    loss_and_gradients,
+    open_in_transformers,
+    pack_rows,
+    relative,
+    their_gradients,
+    their_logits,
+)
+
+from jaxft.formats.huggingface import HuggingFaceFolder
+from jaxft.formats.peft import AdapterConfig, save_adapter
+from jaxft.lora import adapter_arrays
+from jaxft.model.families import FAMILIES, read_config
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 50))
+SEEN = 1e-2  # what a slip must move the logits by
+RANDOM = np.random.default_rng(1)
+DOCUMENTS = [RANDOM.integers(0, 64, n).tolist() for n in (17, 9, 12, 1, 2)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of a family.
+
+    Attributes:
+      name: of transformers' classes, `<name>ForCausalLM`.
+      config_class: of transformers, where it is not `<name>Config`.
+      config: settings that make the family's peculiarities bite.
+      slips: changes of config.json, each of which must give other logits.
+      embedding_gain: factor on the embeddings, for caps that bite.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    slips: dict[str, dict[str, Any]] = field(default_factory=dict)
+    config_class: str = ""
+    embedding_gain: float = 1.0
+
+
+def theta(value: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": value}}
+
+
+LOCAL, GLOBAL = ({"rope_type": "default", "rope_theta": base} for base in (1e4, 1e6))
+GEMMA3_ROPES = {
+    "sliding_attention": LOCAL,
+    "full_attention": {**GLOBAL, "rope_type": "linear", "factor": 8.0},
+}
+FAMILY_TABLE = {
+    "llama": Family(
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, **theta(5e5)},
+        {"theta": theta(1e4)},
+    ),
+    "mistral": Family(
+        "Mistral",
+        {"sliding_window": 8, "head_dim": 16, **theta(1e6)},
+        {"window": {"sliding_window": 16}, "theta": theta(1e4)},
+    ),
+    "qwen2": Family(
+        "Qwen2",
+        {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            **theta(1e6),
+        },
+        {
+            "window": {"sliding_window": 16},
+            "where windows begin": {"max_window_layers": 3, "layer_types": None},
+            "theta": theta(1e4),
+        },
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        {"head_dim": 16, "attention_bias": True, **theta(1e6)},
+        {"theta": theta(1e4), "norm": {"rms_norm_eps": 0.1}},
+    ),
+    "gemma": Family(
+        "Gemma",
+        {"head_dim": 16, **theta(1e4)},
+        {"theta": theta(1e2)},
+    ),
+    "gemma2": Family(
+        "Gemma2",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 64,
+            "attn_logit_softcapping": 2.0,
+            "sliding_window": 8,
+            **theta(1e4),
+        },
+        {
+            "attention cap": {"attn_logit_softcapping": 50.0},
+            "final cap": {"final_logit_softcapping": 15.0},
+            "scale": {"query_pre_attn_scalar": 16},
+            "window": {"sliding_window": 16},
+            "theta": theta(1e2),
+        },
+        embedding_gain=50.0,
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        {
+            "num_hidden_layers": 14,  # two periods of six and two more
+            "head_dim": 16,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 4,
+            "rope_parameters": GEMMA3_ROPES,
+        },
+        {
+            "local theta": {
+                "rope_parameters": {**GEMMA3_ROPES, "sliding_attention": {**LOCAL, "rope_theta": 1e2}}
+            },
+            "linear scaling": {"rope_parameters": {**GEMMA3_ROPES, "full_attention": GLOBAL}},
+            "scale": {"query_pre_attn_scalar": 16},
+            "window": {"sliding_window": 8},
+        },
+        config_class="Gemma3TextConfig",
+    ),
+}
+
+
+def save(folder: Path, row: Family) -> Any:
+    """The row's model, saved to a folder; returns transformers' model."""
+    import transformers
+    from tiny_torch import tiny_model
+
+    config_class = getattr(transformers, row.config_class or f"{row.name}Config")
+    model = tiny_model(getattr(transformers, f"{row.name}ForCausalLM"), config_class, **row.config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(row.embedding_gain)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILY_TABLE)
+def family(request, tmp_path_factory):
+    """Row, folder, transformers' model and our decoder of a family."""
+    row = FAMILY_TABLE[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save(folder, row)
+    return row, folder, model, load(folder)
+
+
+def test_every_family_has_a_row():
+    assert FAMILY_TABLE.keys() == FAMILIES.keys()
+
+
+def test_logits(family, tmp_path):
+    row, folder, model, decoder = family
+    got, want = logits(decoder, TOKENS), their_logits(model, TOKENS)
+    assert largest(got, want) < 1e-4
+    for slip in row.slips.values():
+        wrong = shutil.copytree(folder, tmp_path / "slip", dirs_exist_ok=True)
+        assert largest(logits(load(edit_config(wrong, slip)), TOKENS), want) > SEEN, slip

@@ -29,7 +29,7 @@ GROUPS = {
 DESCRIPTION = (
     "Adds a LoRA adapter into the weights of its base model and writes a folder that needs neither "
     "PEFT nor jaxft. Tensors without an adapter stay as they are, bit for bit; the tokenizer's "
-    "files and the generation config are copied. It needs no GPU and holds one tensor in memory at a time."
+    "files and the generation config are copied. It needs no GPU, and memory for one tensor."
 )
 
 

@@ -70,8 +70,8 @@ class MergeConfig:
         "auto",
         group="arithmetic",
         help="Number format of the result. auto keeps that of each tensor of the base, and takes "
-        "bfloat16 for the quantised ones of a GGUF file. Rounding to 16 bits costs a small update "
-        "some of its digits; how much is printed.",
+        "bfloat16 for the quantised ones of a GGUF file. Rounding to 16 bits swallows changes "
+        "far smaller than the weights; how much of the update is left is printed.",
     )
     output_dir: str = option(
         group="output",
@@ -159,8 +159,8 @@ def merge(config: MergeConfig) -> int:
         )
     weights = "the NF4 weights" if config.base_weights == "nf4" else "the weights"
     console.print(
-        f"merged {result.modules} modules into {weights} of {checkpoint.source}; rounding to "
-        f"{', '.join(result.dtypes)} costs {result.lost:.2%} of the update",
+        f"merged {result.modules} modules into {weights} of {checkpoint.source}; "
+        f"{result.kept:.1%} of the update is left after rounding to {', '.join(result.dtypes)}",
         soft_wrap=True,
     )
     console.print(

@@ -2,32 +2,33 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
+from merging import (
+    DTYPES,
+    SCALE,
+    TARGETS,
+    convert,
+    edit,
+    make_adapter,
+    merge,
+    refused,
+    weights,
+)
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tiny import tiny_folder, tiny_tokenizer, write_chats
 
-from jaxft import cli, export, train
+from jaxft import export, train
 from jaxft.config import TrainConfig
-from jaxft.formats import sharded
-from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.merged import plain_config, through_nf4
-from jaxft.formats.peft import AdapterConfig, load_adapter, save_adapter
+from jaxft.formats.peft import load_adapter
 
-ROOT = Path(__file__).resolve().parents[1]
 BITS = {"bfloat16": 8, "float16": 11, "float32": 24}  # of the mantissa
-DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-TARGETS = ("q_proj", "v_proj", "down_proj")
-SCALE = 0.75  # of `make_adapter`
+TOKENS = np.random.default_rng(0).integers(4, 250, (2, 40))
+Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -38,51 +39,6 @@ def base(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory) -> Path:
     return make_adapter(base, tmp_path_factory.mktemp("adapter"))
-
-
-def make_adapter(base: Path, folder: Path, size=0.1, rslora=False, targets=TARGETS) -> Path:
-    """A random adapter of rank 4 and scale 0.75, or 1.5 with rank stabilisation."""
-    random = np.random.default_rng(3)
-    arrays = {
-        name.removesuffix(".weight"): (
-            random.normal(0, size, (4, value.shape[1])).astype(np.float32),
-            random.normal(0, size, (value.shape[0], 4)).astype(np.float32),
-        )
-        for name, value in weights(base).items()
-        if name.split(".")[-2] in targets
-    }
-    save_adapter(folder, AdapterConfig(4, 3.0, 0.0, targets, rslora, str(base)), arrays)
-    return folder
-
-
-def weights(folder: Path) -> dict[str, np.ndarray]:
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
-
-
-def convert(base: Path, folder: Path, kind: str, **config) -> Path:
-    """A copy of a model folder with its tensors in another dtype and more in its config.json."""
-    folder.mkdir()
-    for file in base.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = {name: value.astype(DTYPES[kind]) for name, value in weights(base).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    edit(folder / "config.json", **config)
-    return folder
-
-
-def edit(path: Path, **values) -> None:
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps(content | values), encoding="utf-8")
-
-
-def merge(adapter: Path, output: Path, **over) -> Path:
-    words = {"adapter": adapter, "output_dir": output} | over
-    argv = [str(word) for name, value in words.items() for word in (f"--{name}", value)]
-    assert export.main(["merged", *argv]) == 0
-    return output
 
 
 def exact_sums(base: Path, adapter: Path, scale: float = SCALE) -> dict[str, np.ndarray]:
@@ -179,9 +135,6 @@ def theirs(folder: Path):
     return model.float()
 
 
-TOKENS = np.random.default_rng(0).integers(4, 250, (2, 40))
-
-
 def torch_logits(model) -> np.ndarray:
     import torch
 
@@ -225,17 +178,29 @@ def test_a_small_update_survives_and_would_not_in_4_bits(base, tmp_path, capsys)
         # control: the merge quantised again, against the base quantised
         again = through_nf4(after[name], True) - through_nf4(before[name], True)
         assert np.linalg.norm(again - update) > 0.5 * np.linalg.norm(update)
-    assert "costs 0.0" in capsys.readouterr().out
-    # what rounding takes in 16 bits is told
-    half = weights(merge(adapter, tmp_path / "half", dtype="bfloat16"))
-    errors = [half[n].astype(float) - x for n, x in exact_sums(base, adapter).items()]
-    updates = [x - before[n] for n, x in exact_sums(base, adapter).items()]
-    length = [math.sqrt(sum((x**2).sum() for x in xs)) for xs in (errors, updates)]
-    share = length[0] / length[1]
-    assert share > 0.05
-    assert f"costs {share:.2%} of the update" in capsys.readouterr().out
-    card = (tmp_path / "half" / "README.md").read_text(encoding="utf-8")
-    assert f"| update lost by rounding | {share:.1%} |" in card
+    assert "; 100.0% of the update is left after rounding to float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "low", "high"), [(0.03, 0.98, 1.02), (0.003, 0.0, 0.4)])
+def test_what_rounding_swallows_is_told(base, tmp_path, capsys, size, low, high):
+    """16-bit weights stay where they are under an update of less than half their last place."""
+    model = convert(base, tmp_path / "base", "bfloat16")
+    adapter = make_adapter(model, tmp_path / "adapter", size)
+    before, after = weights(model), weights(merge(adapter, tmp_path / "merged"))
+    dots = np.zeros(2)
+    for name, exact in exact_sums(model, adapter).items():
+        update = exact - before[name].astype(float)
+        moved = after[name].astype(float) - before[name].astype(float)
+        dots += (moved * update).sum(), (update * update).sum()
+    share = dots[0] / dots[1]
+    assert low < share < high
+    told = f"{share:.1%} of the update is left after rounding to bfloat16"
+    assert told in capsys.readouterr().out
+    card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
+    assert f"| update left after rounding | {share:.1%} |" in card
+    # float32 on the same base keeps it
+    merge(adapter, tmp_path / "wide", dtype="float32")
+    assert "; 100.0% of the update" in capsys.readouterr().out
 
 
 def test_nf4_weights_give_the_logits_that_were_trained(base, adapter, tmp_path):
@@ -254,9 +219,6 @@ def test_nf4_weights_give_the_logits_that_were_trained(base, adapter, tmp_path):
     assert (weights(plain)[Q] != weights(output)[Q]).any()
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert weights(output)[name].tobytes() == weights(base)[name].tobytes()
-
-
-Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
@@ -412,157 +374,3 @@ def test_a_cut_answer_adds_no_stop_id(tmp_path):
         loader = Loader(kept, max_length=length, packing=True, batch_size=1)
         ends[overflow] = statistics(loader, tiny_tokenizer(), report).ends
     assert ends == {"truncate": (END,), "error": (1, END)}
-
-
-# --- faults ------------------------------------------------------------------------------------
-
-
-def refused(argv: list, folder: Path, capsys, *named: str) -> str:
-    """The command ends with code 2 and one line, and leaves nothing."""
-    output = folder / "refused"
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        cli.run(export.main, ["merged", *map(str, argv), "--output_dir", str(output)])
-    assert end.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1
-    for part in named:
-        assert part in error
-    assert not output.exists()
-    return error
-
-
-def test_wrong_adapters_and_bases_are_one_line(base, adapter, tmp_path, capsys):
-    refused(["--adapter", tmp_path / "no"], tmp_path, capsys, "adapter folder does not exist")
-    refused(["--adapter", base], tmp_path, capsys, "adapter_config.json: file does not exist")
-    deep = tiny_folder(tmp_path / "deep", num_hidden_layers=3)
-    other = make_adapter(deep, tmp_path / "other")
-    named = ["--adapter", other, "--model_name_or_path", base]
-    refused(named, tmp_path, capsys, "changes model.layers.2", "another model")
-    wide = make_adapter(tiny_folder(tmp_path / "wide", intermediate_size=96), tmp_path / "wider")
-    named = ["--adapter", wide, "--model_name_or_path", base]
-    refused(named, tmp_path, capsys, "down_proj", "(64, 96)", "(64, 128)", "another model")
-    for name, hint in (("../gone", "names another"), ("", "names no base model")):
-        config, arrays = load_adapter(adapter)
-        folder = tmp_path / f"adapter{len(name)}"
-        save_adapter(folder, replace(config, base_model_name_or_path=name), arrays)
-        refused(["--adapter", folder], tmp_path, capsys, name, "--model_name_or_path", hint)
-    tensors = weights(base)
-    del tensors["lm_head.weight"]
-    headless = convert(base, tmp_path / "headless", "float32")
-    save_file(tensors, headless / "model.safetensors")
-    named = ["--adapter", adapter, "--model_name_or_path", headless]
-    refused(named, tmp_path, capsys, "lm_head.weight is missing")
-
-
-OPTIONS = {
-    "unknown": (["--adaptor", "x"], "did you mean --adapter?"),
-    "no adapter": ([], "--adapter is required"),
-    "weights": (["--adapter", "x", "--base_weights", "nf5"], "original, nf4"),
-    "size": (["--adapter", "x", "--max_shard_size", "big"], "--max_shard_size must be a size"),
-    "no size": (["--adapter", "x", "--max_shard_size", "0GB"], "got '0GB'"),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_wrong_options_are_one_line(tmp_path, case, capsys):
-    argv, named = OPTIONS[case]
-    refused(argv, tmp_path, capsys, named)
-
-
-def test_the_kinds_are_listed(capsys):
-    assert export.main([]) == 2
-    assert export.main(["--help"]) == 0
-    assert capsys.readouterr().out.count("\n  merged ") == 2
-    with pytest.raises(SystemExit):
-        cli.run(export.main, ["merge"])
-    assert capsys.readouterr().err == (
-        "error: the first word says what to export (merged), got 'merge'\n"
-    )
-
-
-def test_sizes():
-    sizes = {"5GB": 5 * 10**9, "1.5gb": 15 * 10**8, "500 MB": 5 * 10**8, "2GiB": 2**31}
-    assert {text: export.parse_size(text) for text in sizes} == sizes
-
-
-def test_a_folder_in_use_is_left_alone(base, adapter, tmp_path, capsys):
-    (tmp_path / "refused").mkdir()
-    (tmp_path / "refused" / "mine").write_text("x")
-    with pytest.raises(SystemExit):
-        cli.run(
-            export.main,
-            ["merged", "--adapter", str(adapter), "--output_dir", str(tmp_path / "refused")],
-        )
-    assert "is not empty (it holds mine)" in capsys.readouterr().err
-    assert [p.name for p in (tmp_path / "refused").iterdir()] == ["mine"]
-    (tmp_path / "empty").mkdir()
-    assert (merge(adapter, tmp_path / "empty") / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("existed", [False, True])
-def test_a_failure_in_the_middle_leaves_nothing(
-    adapter, tmp_path, monkeypatch, capsys, fault, existed
-):
-    output = tmp_path / "merged"
-    if existed:
-        output.mkdir()
-    real = HuggingFaceFolder.read
-    seen = []
-
-    def read(self, name):
-        seen.append(name)
-        if len(seen) == 5:
-            assert list(output.rglob("model-00002-*"))  # it is in the middle
-            raise fault
-        return real(self, name)
-
-    monkeypatch.setattr(HuggingFaceFolder, "read", read)
-    argv = ["merged", "--adapter", adapter, "--output_dir", output, "--max_shard_size", "1KB"]
-    with pytest.raises(SystemExit) as end:
-        cli.run(export.main, [str(word) for word in argv])
-    assert end.value.code == (130 if isinstance(fault, KeyboardInterrupt) else 2)
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-    assert output.exists() == existed
-    assert not list(output.rglob("*"))
-
-
-def test_a_value_that_a_dtype_cannot_hold_is_refused(base, adapter, tmp_path, capsys):
-    model = convert(base, tmp_path / "base", "float32")
-    tensors = weights(base)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 7e4
-    save_file(tensors, model / "model.safetensors")
-    named = ["--adapter", adapter, "--model_name_or_path", model, "--dtype", "float16"]
-    refused(named, tmp_path, capsys, "layers.1.mlp.up_proj", "70000", "float16 cannot hold")
-    merge(adapter, tmp_path / "merged", model_name_or_path=model, dtype="bfloat16")
-
-
-def test_a_damaged_result_is_noticed(adapter, tmp_path, monkeypatch):
-    real = sharded._write_file
-
-    def forgetful(path, tensors, make, tell):
-        real(path, dict(list(tensors.items())[1:]), make, tell)
-
-    monkeypatch.setattr(sharded, "_write_file", forgetful)
-    with pytest.raises(RuntimeError, match="read back"):
-        merge(adapter, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-
-
-def test_the_command_never_imports_torch(adapter, tmp_path):
-    code = (
-        "import sys; from jaxft.export import main; main(sys.argv[1:]); "
-        "print('torch' in sys.modules, 'jax' in sys.modules)"
-    )
-    argv = ["merged", "--adapter", adapter, "--output_dir", tmp_path / "merged"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, argv), "--base_weights", "nf4"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "False True"

@@ -69,14 +69,17 @@ class Merging:
 class Merged:
     """What was written: modules merged, weight files, bytes and dtypes of the tensors.
 
-    `lost` is the length of what rounding did to all the updates, in lengths of the updates.
+    `kept` is the share of the updates that is left after rounding: the component of what the
+    weights moved by along what they should have. 16-bit weights do not move at all where the
+    update is below half of their last place; where the base was not on the 16-bit grid before,
+    those roundings average out and the share stays at 1.
     """
 
     modules: int
     files: int
     size: int
     dtypes: tuple[str, ...]
-    lost: float
+    kept: float
 
 
 def save_merged(
@@ -127,7 +130,7 @@ def save_merged(
             files=files,
             size=total_bytes(tensors),
             dtypes=tuple(sorted({dtype.name for dtype, _ in tensors.values()})),
-            lost=make.lost(),
+            kept=make.kept(),
         )
         write_merged_card(
             temporary,
@@ -142,7 +145,7 @@ def save_merged(
 
 @dataclass
 class _Maker:
-    """Makes the tensors of the result, and adds up what rounding does to the updates."""
+    """Makes the tensors of the result, and adds up what rounding leaves of the updates."""
 
     checkpoint: Checkpoint
     config: AdapterConfig
@@ -150,7 +153,7 @@ class _Maker:
     tensors: Mapping[str, Spec]
     how: Merging
     model: ModelConfig
-    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of errors, of updates
+    products: list[float] = field(default_factory=lambda: [0.0, 0.0])  # errors, updates · updates
 
     def __call__(self, name: str) -> np.ndarray:
         dtype = self.tensors[name][0]
@@ -167,14 +170,14 @@ class _Maker:
         update = np.float32(_scale(self.config, path)) * (b @ a)
         exact += update
         result = _rounded(exact, dtype, name)
-        self.squares[0] += float(np.linalg.norm(result.astype(np.float32) - exact)) ** 2
-        self.squares[1] += float(np.linalg.norm(update)) ** 2
+        self.products[0] += float(np.vdot(result.astype(np.float32) - exact, update))
+        self.products[1] += float(np.vdot(update, update))
         return result
 
-    def lost(self) -> float:
-        """Length of the rounding errors of merged tensors, in lengths of the updates."""
-        errors, updates = self.squares
-        return math.sqrt(errors / updates) if updates else 0.0
+    def kept(self) -> float:
+        """Share of the updates that is left after rounding; 1 where there were none."""
+        errors, updates = self.products
+        return 1 + errors / updates if updates else 1.0
 
 
 def through_nf4(value: np.ndarray, nested: bool) -> np.ndarray:
@@ -316,7 +319,7 @@ def _summary(config: AdapterConfig, how: Merging, result: Merged) -> dict[str, o
         "merged modules": result.modules,
         "rank": config.r,
         "dtype": ", ".join(result.dtypes),
-        "update lost by rounding": f"{result.lost:.1%}",
+        "update left after rounding": f"{result.kept:.1%}",
     }
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,7 +179,7 @@ def _open_base(config: MergeConfig, adapter: AdapterConfig, source: Path) -> Che
     if not name:
         raise UserError(f"{source / CONFIG} names no base model: give --model_name_or_path")
     try:
-        return open_checkpoint(name, config.revision or getattr(adapter, "revision", None))
+        return open_checkpoint(name, config.revision or adapter.revision)
     except UserError as fault:
         raise UserError(
             f"{fault} (the base that {source / CONFIG} names; --model_name_or_path names another)"
@@ -228,7 +228,9 @@ def import_adapter(folder: Path, decoder: Decoder) -> AdapterConfig:
         place for.
     """
     config, arrays = load_adapter(folder)
-    add_adapters(decoder, config, seed=0)
+    # what the file holds, however the targets were spelled when it was made
+    held = replace(config, target_modules=tuple(arrays), layers_to_transform=None)
+    add_adapters(decoder, held, seed=0)
     set_adapter_arrays(decoder, arrays)
     return config
 

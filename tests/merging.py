@@ -16,18 +16,30 @@ TARGETS = ("q_proj", "v_proj", "down_proj")
 SCALE = 0.75  # of `make_adapter`
 
 
-def make_adapter(base: Path, folder: Path, size=0.1, rslora=False, targets=TARGETS) -> Path:
+def make_adapter(base: Path, folder: Path, size=0.1, rslora=False, ranks=None, alphas=None) -> Path:
     """A random adapter of rank 4 and scale 0.75, or 1.5 with rank stabilisation."""
     random = np.random.default_rng(3)
-    arrays = {
-        name.removesuffix(".weight"): (
-            random.normal(0, size, (4, value.shape[1])).astype(np.float32),
-            random.normal(0, size, (value.shape[0], 4)).astype(np.float32),
-        )
-        for name, value in weights(base).items()
-        if name.split(".")[-2] in targets
-    }
-    save_adapter(folder, AdapterConfig(4, 3.0, 0.0, targets, rslora, str(base)), arrays)
+    config = AdapterConfig(
+        r=4,
+        lora_alpha=3.0,
+        lora_dropout=0.0,
+        target_modules=TARGETS,
+        use_rslora=rslora,
+        rank_pattern=ranks or {},
+        alpha_pattern=alphas or {},
+        base_model_name_or_path=str(base),
+    )
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.normal(0, size, shape).astype(np.float32)
+
+    arrays = {}
+    for name, value in weights(base).items():
+        path = name.removesuffix(".weight")
+        if path.rpartition(".")[2] in TARGETS:
+            rank = config.rank_of(path)
+            arrays[path] = normal(rank, value.shape[1]), normal(value.shape[0], rank)
+    save_adapter(folder, config, arrays)
     return folder
 
 

@@ -118,7 +118,7 @@ def test_spellings_of_names_and_values():
         (["--learning_rate", "nan"], ["--learning_rate", "'nan'", "finite"]),
         (["--lora_r"], ["--lora_r needs a value"]),
         (["--lora_r", "8", "9"], ["--lora_r takes one value", "'8 9'"]),
-        (["--lora_target_modules", "q_proj", "qkv"], ["'qkv'", *PROJECTIONS]),
+        (["--lora_target_modules", "q_proj", "(k|v)_proj"], ["'(k|v)_proj'", "stand alone"]),
         (["--lora_target_modules", "q_proj", "q_proj"], ["each once", "q_proj q_proj"]),
         (["--output_dir", ""], ["--output_dir must not be empty"]),
         (["--lora_r", "0"], ["--lora_r", "at least 1", "got 0"]),

@@ -167,6 +167,23 @@ def test_an_adapter_that_peft_wrote(base, tmp_path):
     assert changed == {f"model.layers.1.{module}.weight" for module in modules}
 
 
+def test_ranks_and_scales_of_modules(base, tmp_path):
+    """rank_pattern and alpha_pattern, which PEFT reads too."""
+    peft = pytest.importorskip("peft")
+    pattern = {"q_proj": 8}
+    adapter = make_adapter(base, tmp_path / "adapter", ranks=pattern, alphas={"down_proj": 9.0})
+    output = merge(adapter, tmp_path / "merged")
+    expected = torch_logits(peft.PeftModel.from_pretrained(theirs(base), adapter))
+    assert np.abs(torch_logits(theirs(output)) - expected).max() < 1e-5 * np.abs(expected).max()
+    scales = {"q_proj": 3 / 8, "v_proj": SCALE, "down_proj": 9 / 4}
+    for kind, scale in scales.items():
+        name = f"model.layers.1.{'mlp' if 'down' in kind else 'self_attn'}.{kind}.weight"
+        exact = exact_sums(base, adapter, scale)[name]
+        assert np.abs(weights(output)[name] - exact).max() < 1e-6
+        assert np.abs(weights(output)[name] - exact_sums(base, adapter, 1.0)[name]).max() > 1e-3
+    assert "| rank | 4, 8 |" in (output / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_small_update_survives_and_would_not_in_4_bits(base, tmp_path, capsys):
     adapter = make_adapter(base, tmp_path / "adapter", size=0.03)
     after, before = weights(merge(adapter, tmp_path / "merged")), weights(base)

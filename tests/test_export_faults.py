@@ -6,12 +6,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from merging import convert, make_adapter, merge, refused, weights
 from safetensors.numpy import save_file
 from tiny import tiny_folder
 
 from jaxft import cli, export
+from jaxft.errors import UserError
 from jaxft.formats import sharded
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.peft import load_adapter, save_adapter
@@ -163,3 +165,35 @@ def test_the_command_never_imports_torch(adapter, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "False True"
+
+
+def test_rope_factors_without_a_spelling_are_refused(tmp_path, capsys):
+    from test_formats_gguf import hf_tensors, write
+
+    tensors = hf_tensors()
+    factors = np.linspace(1, 3, 8, dtype=np.float32)
+    file = write(tmp_path / "base.gguf", tensors, extra={"rope_freqs.weight": factors})
+    save_file(tensors, tmp_path / "model.safetensors")  # for the shapes
+    adapter = make_adapter(tmp_path, tmp_path / "adapter")
+    named = ["--adapter", adapter, "--model_name_or_path", file]
+    refused(named, tmp_path, capsys, "RoPE factors have no spelling")
+    write(file, tensors)
+    merge(adapter, tmp_path / "merged", model_name_or_path=file)
+
+
+def test_the_revision_of_the_base_is_the_adapters(adapter, tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def open_nothing(name, revision):
+        asked.append((name, revision))
+        raise UserError("offline")
+
+    monkeypatch.setattr(export, "open_checkpoint", open_nothing)
+    config, arrays = load_adapter(adapter)
+    named = replace(config, base_model_name_or_path="org/base", revision="v2")
+    save_adapter(tmp_path / "adapter", named, arrays)
+    argv = ["--adapter", tmp_path / "adapter"]
+    refused(argv, tmp_path, capsys, "offline (the base that", "adapter_config.json names")
+    refused([*argv, "--revision", "v3"], tmp_path, capsys)
+    refused([*argv, "--model_name_or_path", "org/other"], tmp_path, capsys)
+    assert asked == [("org/base", "v2"), ("org/base", "v3"), ("org/other", None)]

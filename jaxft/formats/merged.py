@@ -21,7 +21,7 @@ from jaxft.errors import UserError
 from jaxft.formats import generation
 from jaxft.formats.files import FLOAT_DTYPES, new_folder, write_json
 from jaxft.formats.huggingface import HuggingFaceFolder
-from jaxft.formats.loading import HEAD, settle_head, tensor_shapes
+from jaxft.formats.loading import HEAD, check_tensors, settle_head
 from jaxft.formats.modelcard import write_merged_card
 from jaxft.formats.peft import AdapterConfig, Adapters
 from jaxft.formats.sharded import Progress, Spec, total_bytes, write_tensors
@@ -108,7 +108,8 @@ def save_merged(
         result that the dtype cannot hold, a folder that is not empty, a disk that is full.
     """
     model = read_config(checkpoint.config)
-    _check_base(checkpoint, model)
+    check_tensors(checkpoint)
+    _check_rope(checkpoint)
     _check_adapter(checkpoint, adapters)
     stops = generation.read_extended(adapter, checkpoint)
     tensors = _specs(checkpoint, how.dtype)
@@ -137,7 +138,7 @@ def save_merged(
             title=folder.absolute().name,
             base_model=checkpoint.source,
             adapter=str(adapter),
-            summary=_summary(config, how, result),
+            summary=_summary({len(a) for a, _ in adapters.values()}, how, result),
         )
         _check_written(temporary, tensors)
     return result
@@ -159,7 +160,7 @@ class _Maker:
         dtype = self.tensors[name][0]
         path = name.removesuffix(".weight")
         value = self.checkpoint.read(name)
-        if self.how.base_weights == "nf4" and _is_projection(name, self.model):
+        if self.how.base_weights == "nf4" and _is_projection(path, self.model):
             value = through_nf4(value, self.how.nested)
         elif path not in self.adapters and value.dtype == dtype:
             return value
@@ -167,7 +168,7 @@ class _Maker:
         if path not in self.adapters:
             return _rounded(exact, dtype, name)
         a, b = self.adapters[path]
-        update = np.float32(_scale(self.config, path)) * (b @ a)
+        update = np.float32(self.config.scale_of(path)) * (b @ a)
         exact += update
         result = _rounded(exact, dtype, name)
         self.products[0] += float(np.vdot(result.astype(np.float32) - exact, update))
@@ -197,28 +198,12 @@ def _rounded(exact: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return result
 
 
-def _scale(config: AdapterConfig, path: str) -> float:
-    scale_of = getattr(config, "scale_of", None)
-    return config.scale if scale_of is None else scale_of(path)
+def _is_projection(path: str, model: ModelConfig) -> bool:
+    """Whether training on an NF4 base quantises this module's weight."""
+    return path.startswith("model.layers.") and path.split(".", 3)[3] in model.projections
 
 
-def _is_projection(name: str, model: ModelConfig) -> bool:
-    """Whether training on an NF4 base quantises this tensor."""
-    path, _, kind = name.rpartition(".")
-    names = {projection.rpartition(".")[2] for projection in model.projections}
-    return kind == "weight" and ".layers." in path and path.rpartition(".")[2] in names
-
-
-def _check_base(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    names = checkpoint.names()
-    for name, shape in tensor_shapes(model).items():
-        if name not in names:
-            raise UserError(f"{checkpoint.source}: tensor {name} is missing")
-        if checkpoint.shape(name) != shape:
-            raise UserError(
-                f"{checkpoint.source}: tensor {name} has shape {checkpoint.shape(name)}, "
-                f"config.json asks for {shape}"
-            )
+def _check_rope(checkpoint: Checkpoint) -> None:
     scaling = checkpoint.config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "gguf_factors":
         raise UserError(
@@ -311,13 +296,13 @@ def _write_generation(folder: Path, checkpoint: Checkpoint, own: dict[str, Any] 
         shutil.copyfile(checkpoint.path / generation.FILE, folder / generation.FILE)
 
 
-def _summary(config: AdapterConfig, how: Merging, result: Merged) -> dict[str, object]:
+def _summary(ranks: set[int], how: Merging, result: Merged) -> dict[str, object]:
     """Facts of the merge for the model card."""
     nf4 = "NF4" + (" with double quantisation" if how.nested else "") + ", dequantised"
     return {
         "base weights": nf4 if how.base_weights == "nf4" else "as in the checkpoint",
         "merged modules": result.modules,
-        "rank": config.r,
+        "rank": ", ".join(map(str, sorted(ranks))),
         "dtype": ", ".join(result.dtypes),
         "update left after rounding": f"{result.kept:.1%}",
     }

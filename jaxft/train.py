@@ -109,7 +109,11 @@ def run(config: TrainConfig) -> int:
         stopped = train(config, decoder, data, start, identity, folder, display)
     if stopped is not None:
         return 128 + stopped
-    export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data))
+    ends = data.statistics.ends
+    stops = export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data), ends)
+    if stops:
+        text = f"note: answers end in {stops}, where the base does not stop: the "
+        console.print(text + "adapter's generation_config.json adds it", soft_wrap=True)
     console.print(f"adapter written to {folder}", soft_wrap=True)
     return 0
 

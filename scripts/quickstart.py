@@ -16,9 +16,10 @@ from jaxft import cli, train
 from jaxft.config import TrainConfig
 from jaxft.device import compute_dtype
 from jaxft.export import import_adapter
+from jaxft.formats.generation import stop_tokens
 from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
-from jaxft.generate import generate, stop_tokens
+from jaxft.generate import generate
 from jaxft.quant import Storage
 
 ROOT = Path(__file__).resolve().parents[1]

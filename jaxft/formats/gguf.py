@@ -23,6 +23,11 @@ from jaxft.model.rope import read_rope
 ARCHITECTURES = ("llama",)
 TENSOR_TYPES = (GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.Q4_1)
 
+_DTYPES = {
+    GgmlType.F32: np.dtype(np.float32),
+    GgmlType.F16: np.dtype(np.float16),
+    GgmlType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -108,6 +113,10 @@ class GgufFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in Hugging Face's order; GGUF stores the fastest axis first."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def dtype(self, name: str) -> np.dtype | None:
+        """Stored dtype, None for a quantised type."""
+        return _DTYPES.get(self._tensors[name].tensor_type)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor; F32, F16 and BF16 as stored, Q8_0 and Q4_1 dequantised to float32."""

@@ -107,6 +107,7 @@ FAMILY_TABLE = {
             "head_dim": 16,
             "query_pre_attn_scalar": 64,
             "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
             "sliding_window": 8,
             **theta(1e4),
         },
@@ -117,7 +118,7 @@ FAMILY_TABLE = {
             "window": {"sliding_window": 16},
             "theta": theta(1e2),
         },
-        embedding_gain=50.0,
+        embedding_gain=10.0,
     ),
     "gemma3_text": Family(
         "Gemma3",
@@ -174,3 +175,73 @@ def test_logits(family, tmp_path):
     for slip in row.slips.values():
         wrong = shutil.copytree(folder, tmp_path / "slip", dirs_exist_ok=True)
         assert largest(logits(load(edit_config(wrong, slip)), TOKENS), want) > SEEN, slip
+
+
+def theirs(model, documents: list[list[int]]):
+    """Sum of losses and LoRA gradients of PEFT, every document in a forward pass of its own."""
+    model.zero_grad()
+    total = 0.0
+    for document in filter(lambda d: len(d) > 1, documents):
+        logits = model(torch.tensor([document])).logits[0, :-1]
+        labels = torch.tensor(document[1:])
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        loss.backward()
+        total += loss.item()
+    return total, their_gradients(model)
+
+
+def test_loss_and_gradients_packed(family):
+    """Five documents in one row against PEFT that sees each alone; the padding is not zero."""
+    _, folder, _, _ = family
+    decoder = add_lora(load(folder))
+    loss, gradients = loss_and_gradients(decoder)(pack_rows([DOCUMENTS], 48))
+    peft_model = in_peft(open_in_transformers(folder), decoder)
+    their_loss, want = theirs(peft_model, DOCUMENTS)
+    assert loss == pytest.approx(their_loss, rel=1e-5)
+    assert relative(gradients, want) < 1e-4
+    run_on, other = theirs(peft_model, [sum(DOCUMENTS, [])])  # the control
+    assert abs(loss - run_on) > 1e-1
+    assert relative(gradients, other) > 1e-2
+
+
+def test_packed_is_unpacked(family):
+    """A document's hidden states do not depend on its neighbours, windows and all."""
+    _, _, _, decoder = family
+    row, segments = sum(DOCUMENTS, []), []
+    for number, document in enumerate(DOCUMENTS, start=1):
+        segments += [number] * len(document)
+    pad = 48 - len(row)
+    packed = logits(decoder, [row + [7] * pad], [segments + [0] * pad])[0]
+    start = 0
+    for document in DOCUMENTS:
+        alone = logits(decoder, [document])[0]
+        assert largest(packed[start : start + len(document)], alone) < 1e-4
+        start += len(document)
+    run_on = logits(decoder, [row])[0]
+    assert largest(run_on[17:26], packed[17:26]) > SEEN
+
+
+def test_adapter_through_peft_and_merged(family, tmp_path):
+    """PEFT finds every key and no other, and computes ours; the merged folder computes the same."""
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
+
+    from jaxft.export import MergeConfig, merge
+
+    _, folder, _, _ = family
+    decoder = add_lora(load(folder))
+    adapter = tmp_path / "adapter"
+    config = AdapterConfig(4, 6.0, 0.0, PROJECTIONS, False, base_model_name_or_path=str(folder))
+    save_adapter(adapter, config, adapter_arrays(decoder))
+    got = np.asarray(logits(decoder, TOKENS))
+    model = peft.PeftModel.from_pretrained(open_in_transformers(folder), adapter)
+    weights = load_peft_weights(str(adapter), device="cpu")
+    result = set_peft_model_state_dict(model, weights)
+    assert result.unexpected_keys == []
+    assert [key for key in result.missing_keys if "lora_" in key] == []
+    assert largest(got, their_logits(model, TOKENS)) < 1e-4
+    with model.disable_adapter():
+        assert largest(got, their_logits(model, TOKENS)) > SEEN  # the control
+    merged = tmp_path / "merged"
+    merge(MergeConfig(adapter=str(adapter), output_dir=str(merged)))
+    assert largest(got, their_logits(open_in_transformers(merged), TOKENS)) < 1e-4
+    assert largest(got, logits(load(merged), TOKENS)) < 1e-4

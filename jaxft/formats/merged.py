@@ -27,7 +27,8 @@ from jaxft.formats.peft import AdapterConfig, Adapters
 from jaxft.formats.sharded import Progress, Spec, total_bytes, write_tensors
 from jaxft.formats.tokenizers import save_tokenizer
 from jaxft.formats.weights import Checkpoint
-from jaxft.model.config import ModelConfig, read_config
+from jaxft.model.config import ModelConfig
+from jaxft.model.families import read_config
 from jaxft.quant import Storage, dense
 
 # What a model folder has beside its configuration and weights, of any tokenizer.

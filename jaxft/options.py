@@ -42,18 +42,20 @@ def option(
 
 def coerce(field: dataclasses.Field, hint: Any, value: Any) -> Any:
     """The value of an option from text, YAML or Python; ValueError with the rest of a sentence."""
-    if get_origin(hint) in (Union, types.UnionType):
+    if _bare(hint) is not hint:
         if value is None or (isinstance(value, str) and value.lower() == "none"):
             return None
-        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+        hint = _bare(hint)
     origin = get_origin(hint)
     if origin is Literal:
         return _coerce_choice(field, get_args(hint), value)
     if origin is tuple:
-        items = (value,) if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
-            raise ValueError(f"must be a list of names, got {value!r}")
-        return tuple(items)
+        items = (value,) if isinstance(value, str | int | float) else value
+        kind = get_args(hint)[0]
+        if not isinstance(items, list | tuple):
+            what = "names" if kind is str else "numbers"
+            raise ValueError(f"must be a list of {what}, got {value!r}")
+        return tuple(coerce(field, kind, item) for item in items)
     if hint is bool:
         word = WORDS.get(value.lower()) if isinstance(value, str) else value
         if not isinstance(word, bool):
@@ -64,6 +66,13 @@ def coerce(field: dataclasses.Field, hint: Any, value: Any) -> Any:
             raise ValueError(f"must be text, got {value!r} (in YAML, put it in quotes)")
         return value
     return _coerce_number(hint, value)
+
+
+def _bare(hint: Any) -> Any:
+    """The type of an option that may also be None."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    return next(arg for arg in get_args(hint) if arg is not type(None))
 
 
 def _coerce_choice(field: dataclasses.Field, choices: tuple[str, ...], value: Any) -> str:
@@ -186,7 +195,7 @@ def _value_of_tokens(field: dataclasses.Field, hint: Any, tokens: list[str]) -> 
         return True
     if not tokens:
         raise ValueError("needs a value")
-    if get_origin(hint) is tuple:
+    if len(tokens) > 1 and get_origin(_bare(hint)) is tuple:
         return tokens
     if len(tokens) > 1:
         raise ValueError(f"takes one value, got {' '.join(tokens)!r}")
@@ -210,13 +219,12 @@ def _tyro_annotation(field: dataclasses.Field, hint: Any) -> Any:
 
 
 def _metavar(field: dataclasses.Field, hint: Any) -> str:
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    hint = _bare(hint)
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         return "{" + ",".join(("true", *choices) if field.metadata["true_means"] else choices) + "}"
     if get_origin(hint) is tuple:
-        return "NAME ..."
+        return "NAME ..." if get_args(hint)[0] is str else "NUMBER ..."
     return {bool: "[BOOL]", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
 
 

@@ -27,10 +27,12 @@ FREE = frozenset(
         "report_to",
         "resume_from_checkpoint",
         "eval_dataset_name",
+        "dataset_test_split",
         "per_device_eval_batch_size",
         # the same files may lie elsewhere by now; the data's fingerprint tells
         "model_name_or_path",
         "dataset_name",
+        "dataset_config",
     )
 )
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -103,8 +105,11 @@ def run_identity(
     config: TrainConfig, dtype: str, model: str, fingerprint: str, total_steps: int
 ) -> dict[str, Any]:
     """What must be equal for a run to be the continuation of another, as JSON."""
-    options = {name: value for name, value in asdict(config).items() if name not in FREE}
-    options["lora_target_modules"] = list(options["lora_target_modules"])
+    options = {
+        name: list(value) if isinstance(value, tuple) else value  # as JSON gives it back
+        for name, value in asdict(config).items()
+        if name not in FREE
+    }
     options["dtype"] = dtype  # as resolved: another device may resolve auto otherwise
     return {"options": options, "model": model, "data": fingerprint, "total_steps": total_steps}
 

@@ -6,7 +6,7 @@ import pytest
 from data_fixtures import CHATML, tiny_tokenizer
 
 from jaxft.data.chat import encode
-from jaxft.data.sources import read_rows, resolve
+from jaxft.data.files import read_rows
 from jaxft.errors import UserError
 
 CHATS = [

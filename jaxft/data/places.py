@@ -91,7 +91,7 @@ def _hub(repo_id: str, revision: str | None, name: str, configuration: str | Non
 
 
 def _folder(folder: Path, name: str, configuration: str | None) -> Place:
-    folder = folder.absolute()
+    folder = folder.resolve()
     saved = _saved(folder)
     if saved is not None:
         if configuration not in (None, "default"):
@@ -173,8 +173,8 @@ def _as_load_dataset(folder: Path, name: str, configuration: str | None) -> dict
         matches = {}
     splits: dict[str, list[Path]] = {}
     for split, paths in matches.items():
-        files = [Path(path) for path in dict.fromkeys(paths)]  # two patterns may match one file
-        files = [file for file in files if format_of(file) is not None]
+        found = dict.fromkeys(map(os.path.normpath, paths))  # two patterns may match one file
+        files = [Path(path) for path in found if format_of(Path(path)) is not None]
         outside = next((file for file in files if not file.is_relative_to(folder)), None)
         if outside is not None:
             raise UserError(f"{folder / 'README.md'}: names a file outside, {outside}")

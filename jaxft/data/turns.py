@@ -60,14 +60,16 @@ def read_list(value: Any, column: str, origin: str) -> Any:
     """Messages of a cell: the JSON list it holds as text, where the format knows no lists."""
     if not isinstance(value, str):
         return value
+    reason = "no list"
     try:
         read = parse_json(value)
     except ValueError as error:
-        raise UserError(
-            f"{origin}: column {column!r} is text but no JSON list of messages ({error})"
-        ) from error
+        read, reason = None, str(error)
     if not isinstance(read, list):
-        raise UserError(f"{origin}: column {column!r} is text but no JSON list of messages")
+        raise UserError(
+            f"{origin}: {column} must be a list of at least one message, or the JSON text of one; "
+            f"it is other text ({reason})"
+        )
     return read
 
 

@@ -73,6 +73,7 @@ def prepare_data(
         config.dataset_name, config.dataset_train_split, config.dataset_config or (None,)
     )
     evaluated = _evaluation_sources(config)  # looked up before anything is read
+    _check_apart(sources, evaluated)
     groups, overflow = _examples(config, model, tokenizer, sources, console)
     held_out: list[Example] = []
     changed = OverflowReport()
@@ -116,6 +117,19 @@ def _evaluation_sources(config: TrainConfig) -> list[Source]:
     known = dict(zip(trained, given * (len(trained) if len(given) == 1 else 1), strict=True))
     configurations = [known.get(name) for name in names]
     return open_sources(names, config.dataset_test_split, configurations, also="test")
+
+
+def _check_apart(sources: Sequence[Source], evaluated: Sequence[Source]) -> None:
+    """A file is one split whatever it is called: its rows would be trained on and evaluated."""
+    trained = {file for source in sources for file in source.whole_files()}
+    for source in evaluated:
+        shared = sorted(trained & source.whole_files())
+        if shared:
+            raise UserError(
+                f"--eval_dataset_name {source.name}: {shared[0].name} is trained on as a whole, so "
+                "no row of it is held out: use --eval_split_ratio, or slices of it such as "
+                "--dataset_train_split 'train[:95%]' --dataset_test_split 'train[95%:]'"
+            )
 
 
 def _hold_out(

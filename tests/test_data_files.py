@@ -366,6 +366,18 @@ def test_every_cut_of_an_archive_is_noticed(tmp_path):
                 read_rows(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.csv.zst"])
+def test_archives_of_several_parts(tmp_path, name):
+    """Appended archives, as parallel compressors write them, are one text."""
+    whole = b""
+    for part in (b"text\na\n", b"b\n"):
+        with pa.output_stream(str(tmp_path / name), compression="detect") as out:
+            out.write(part)
+        whole += (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole)
+    assert [row.fields["text"] for row in read_rows(tmp_path / name)] == ["a", "b"]
+
+
 def test_reading_jsonl_needs_no_other_package(tmp_path):
     import subprocess
     import sys

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import datasets
@@ -62,6 +63,11 @@ def test_every_place_gives_the_same_ids(tmp_path, offline):
     for folder in (tmp_path / "shards", hub(offline)):
         for i in range(2):
             write_rows(folder / "data" / f"train-0000{i}-of-00002.parquet", halves[i])
+    for file in list((offline / "datasets--org--set").rglob("*.parquet")):  # as the hub keeps them
+        blob = offline / "datasets--org--set" / "blobs" / file.name[:11]
+        blob.parent.mkdir(exist_ok=True)
+        file.rename(blob)
+        file.symlink_to(blob)
     table = datasets.Dataset.from_list(rows)
     table.save_to_disk(tmp_path / "saved", num_shards=2)
     datasets.DatasetDict(train=table).save_to_disk(tmp_path / "saved_dict")
@@ -297,6 +303,27 @@ def test_an_offline_cache_in_a_process_of_its_own(tmp_path):
         command = [sys.executable, "-c", block + code]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.stdout == f"['a'] {bool(block)}\n", done.stderr
+
+
+def test_what_is_asked_of_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot(repo_id: str, **options) -> str:
+        asked.append((repo_id, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("jaxft.formats.hub.snapshot_download", snapshot)
+    write_rows(tmp_path / "train.csv", fields("a"))
+    assert texts("org/set@v1.2") == texts("org/set") == ["a"]
+    assert [(name, o["repo_type"], o["revision"]) for name, o in asked] == [
+        ("org/set", "dataset", "v1.2"),
+        ("org/set", "dataset", None),
+    ]
+    wanted = asked[0][1]["allow_patterns"]
+    for name in ("README.md", "data/train-00000-of-00001.parquet", "x.jsonl.zst", "a/state.json"):
+        assert any(fnmatch(name, pattern) for pattern in wanted), name
+    for name in ("model.safetensors", "script.py", "image.png"):
+        assert not any(fnmatch(name, pattern) for pattern in wanted), name
 
 
 def test_a_folder_without_datasets_says_what_is_missing(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """Several sources, weights and held-out rows, as a run prepares them."""
 
+import json
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -132,6 +134,15 @@ def test_evaluation_of_several_sources_and_splits():
     assert len(counts(slices)) == 6
 
 
+def test_what_is_trained_on_as_a_whole_is_not_held_out():
+    for name in ("b.csv", "./b.csv", "*.csv"):
+        message = complaint(dataset_name="b.csv", eval_dataset_name=name)
+        assert "b.csv is trained on as a whole" in message
+        assert "--dataset_test_split 'train[95%:]'" in message
+    over = {"dataset_name": "c", "eval_dataset_name": "c", "dataset_test_split": "train"}
+    assert "train.parquet is trained on as a whole" in complaint(**over)
+
+
 def test_splits_one_for_all_or_one_for_each():
     data, _ = prepared(dataset_name=("c", "b.csv"), dataset_train_split=("test+train", "train[:1]"))
     assert len(data.train.examples) == 9 + 1
@@ -147,6 +158,11 @@ def test_a_configuration_holds_for_the_same_data_set_only():
     assert [e.origin for e in data.evaluation.examples][:2] == ["held.csv:2", "b.csv:2"]
     mixed, _ = prepared(dataset_name=("d", "b.csv"), dataset_config=("one", "default"))
     assert len(mixed.train.examples) == 9
+    with_default = Path("d/README.md").read_text().replace("two.csv", "two.csv\n  default: true")
+    Path("d/README.md").write_text(with_default)
+    data, _ = prepared(dataset_name=("d", "c"), dataset_config="default")
+    assert data.train.examples[0].origin == "two.csv:2"
+    Path("d/README.md").write_text(with_default.replace("  default: true\n", ""))
     assert "b.csv has no configuration 'one'" in complaint(
         dataset_name=("d", "b.csv"), dataset_config="one"
     )
@@ -154,8 +170,6 @@ def test_a_configuration_holds_for_the_same_data_set_only():
 
 
 def write_rows_of_two_configurations() -> None:
-    from pathlib import Path
-
     folder = Path("d")
     for name in ("one", "two", "held"):
         write_rows(folder / f"{name}.csv", [{"text": name}])
@@ -179,8 +193,6 @@ def test_faults_name_the_source():
 
 
 def write_rows_tiny() -> None:
-    from pathlib import Path
-
     write_rows(Path("tiny.csv"), [{"text": "x"}])
 
 
@@ -189,8 +201,6 @@ def test_each_source_has_a_layout_of_its_own():
     assert len(data.train.examples) == 25
     write_rows_tiny()
     bad = "tiny.csv:2: unknown columns; columns found: question, answer"
-    from pathlib import Path
-
     write_rows(Path("tiny.csv"), [{"question": "x", "answer": "y"}])
     assert bad in complaint(dataset_name=("a.jsonl", "tiny.csv"))
 
@@ -208,6 +218,4 @@ def test_names_may_change_between_a_run_and_its_continuation():
     assert identity(dataset_config="main") == same
     assert identity(dataset_weights=(2,)) != same
     assert identity(dataset_train_split="train[:5]") != same
-    import json
-
     assert json.loads(json.dumps(same)) == same

@@ -11,6 +11,11 @@ ACCEPTED = (
     + f" (each also with {' or '.join(text.COMPRESSIONS)} behind it), "
     + ", ".join(columnar.READERS)
 )
+# Of all files that are read, for fnmatch.
+PATTERNS = [
+    *(f"*{suffix}{packed}" for suffix in text.READERS for packed in ("", *text.COMPRESSIONS)),
+    *(f"*{suffix}" for suffix in columnar.READERS),
+]
 _LFS_POINTER = b"version https://git-lfs"
 
 

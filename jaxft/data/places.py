@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from jaxft.data.files import ACCEPTED, format_of
+from jaxft.data.files import ACCEPTED, PATTERNS, format_of
 from jaxft.errors import UserError
 from jaxft.formats.files import read_json
 
@@ -83,10 +83,7 @@ def _is_hub_id(name: str) -> bool:
 def _hub(repo_id: str, revision: str | None, name: str, configuration: str | None) -> Place:
     from jaxft.formats.hub import download
 
-    wanted = ["README.md", "dataset_dict.json", "state.json", "*/state.json"]
-    endings = ("jsonl", "ndjson", "json", "csv", "tsv")
-    wanted += [f"*.{ending}{packed}" for ending in endings for packed in ("", ".gz", ".zst")]
-    folder = download(repo_id, revision, "dataset", [*wanted, "*.parquet", "*.arrow"])
+    folder = download(repo_id, revision, "dataset", ["README.md", *PATTERNS])
     return _folder(folder, name, configuration)
 
 
@@ -198,9 +195,9 @@ def _configuration(folder: Path, name: str, wanted: str | None) -> Mapping[str, 
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{readme}: its configurations cannot be read ({reason})") from error
-    if not found and wanted in (None, "default"):
+    chosen = default if wanted in (None, "default") and wanted not in found else wanted
+    if not found and chosen is None:
         return {}
-    chosen = wanted or default
     if chosen not in found:
         problem = f"has no configuration {wanted!r}" if wanted else "has several configurations"
         raise UserError(

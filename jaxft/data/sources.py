@@ -31,6 +31,10 @@ class Source:
         files = [file for members in self.files.values() for file in members]
         return files[0].name if len(files) == 1 else self.name
 
+    def whole_files(self) -> set[Path]:
+        """Files whose every row is taken; none where the split is an expression."""
+        return {file.resolve() for file in self.files.get(self.split, ())}
+
     def read(self) -> list[Row]:
         """The rows, in order; UserError naming file and row. Each file is read once."""
         rows = {

@@ -101,7 +101,7 @@ def test_two_dirty_files_are_three_clean_rows(tmp_path):
 
     broken = b"\n".join([lines[0], lines[1], b'{"messages": [', lines[2]])
     (tmp_path / "broken.jsonl").write_bytes(broken)
-    with pytest.raises(UserError, match=r"broken\.jsonl:3: not JSON"):
+    with pytest.raises(UserError, match=r"broken\.jsonl:3: not JSON: Expecting value, column 15$"):
         read_rows(tmp_path / "broken.jsonl")
 
 

@@ -37,7 +37,7 @@ def json_lines(lines: Lines, path: Path, label: str) -> list[Row]:
     # Lines end at "\n" only: U+2028 and its like may stand inside a JSON string.
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            rows.append(Row(_object(line, f"{path}:{number}"), f"{label}:{number}"))
+            rows.append(Row(_object(line.rstrip(), f"{path}:{number}"), f"{label}:{number}"))
     return rows
 
 

@@ -204,8 +204,9 @@ def test_shapes_of_json(tmp_path, content, texts):
 
 def test_a_json_file_of_one_row_is_that_row(tmp_path):
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(CHATS[0], indent=2))
-    assert [row.fields for row in read_rows(path)] == [CHATS[0]]
+    for row in (CHATS[0], {"text": "a", "pages": [{"text": "b"}]}):
+        path.write_text(json.dumps(row, indent=2))
+        assert [read.fields for read in read_rows(path)] == [row]
 
 
 def test_columns_of_json_values(tmp_path):

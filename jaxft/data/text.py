@@ -72,7 +72,7 @@ def _items(value: Any, path: Path) -> list[Any]:
     if isinstance(value, list):
         return value
     if isinstance(value, dict):
-        if value.keys() & {"messages", "conversations", "prompt"}:
+        if value.keys() & {"messages", "conversations", "prompt", "instruction", "text"}:
             return [value]  # a file of a single row
         lists = [item for item in value.values() if isinstance(item, list)]
         if len(lists) == 1:

@@ -5,13 +5,14 @@
 LoraConfig where those have the option; the defaults are chosen for QLoRA.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxft import options
 from jaxft.errors import UserError
+from jaxft.lora_config import check_lora_options
 from jaxft.options import option
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,6 +42,12 @@ class TrainConfig:
         metavar="PATH",
         help="Folder with config.json and safetensors files, a .gguf file, or a Hugging Face hub "
         "id such as meta-llama/Llama-3.2-1B-Instruct.",
+    )
+    revision: str | None = option(
+        None,
+        group="model",
+        help="Branch, tag or commit of a hub model. A commit keeps a run repeatable when the "
+        "model's page changes. none: its main branch.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
@@ -82,8 +89,26 @@ class TrainConfig:
     lora_target_modules: tuple[str, ...] = option(
         PROJECTIONS,
         group="lora",
-        help="Projections that get an adapter. All seven learn best; q_proj v_proj is the "
-        "smallest common choice.",
+        help="Projections that get an adapter: their names (q_proj v_proj is the smallest common "
+        "choice, all seven learn best), all-linear for every one the model has, or one regular "
+        "expression that a whole path such as model.layers.0.self_attn.q_proj must match.",
+    )
+    layers_to_transform: tuple[int, ...] | None = option(
+        None,
+        group="lora",
+        help="Numbers of the layers that get adapters, counted from 0; none: all of them.",
+    )
+    rank_pattern: Mapping[str, int] | None = option(
+        None,
+        group="lora",
+        help="Other ranks for some modules, as NAME=RANK. A name is the end of a module's path, or "
+        "a regular expression for it: down_proj=32 'layers.[0-3].self_attn.q_proj=4'. The first "
+        "that fits counts.",
+    )
+    alpha_pattern: Mapping[str, float] | None = option(
+        None,
+        group="lora",
+        help="Other values of lora_alpha for some modules, as NAME=ALPHA; read as rank_pattern.",
     )
     use_rslora: bool = option(
         False,
@@ -258,6 +283,18 @@ class TrainConfig:
         help="Updates between two checkpoints to resume from. none saves at the end and when the "
         "run is stopped by a signal.",
     )
+    save_total_limit: int | None = option(
+        None,
+        group="output",
+        help="Checkpoints that are kept, the newest ones; older ones are deleted. none keeps all. "
+        "One holds the adapter and AdamW's state, three times the adapter's size in float32.",
+    )
+    load_best_model_at_end: bool = option(
+        False,
+        group="output",
+        help="Write the adapter of the update with the lowest eval_loss instead of the last one. "
+        "Its checkpoint is kept whatever save_total_limit says. Needs eval_steps.",
+    )
     resume_from_checkpoint: str | None = option(
         None,
         group="output",
@@ -270,6 +307,12 @@ class TrainConfig:
         group="output",
         help="Send the metrics to TensorBoard or Weights & Biases too; install the extra of that "
         "name first.",
+    )
+
+    dry_run: bool = option(
+        False,
+        group="output",
+        help="Check everything, print the report and stop: nothing is trained or written.",
     )
 
     def __post_init__(self) -> None:
@@ -294,6 +337,7 @@ _AT_LEAST: dict[str, float] = {
     "logging_steps": 1,
     "eval_steps": 1,
     "save_steps": 1,
+    "save_total_limit": 1,
 }
 _ABOVE_ZERO = ("lora_alpha", "num_train_epochs")
 _SHARES = ("lora_dropout", "eval_split_ratio")
@@ -323,18 +367,12 @@ def _check_ranges(config: TrainConfig) -> None:
 
 
 def _check_combinations(config: TrainConfig) -> None:
-    modules = config.lora_target_modules
-    for module in modules:
-        if module not in PROJECTIONS:
-            raise UserError(
-                f"--lora_target_modules: unknown module {module!r}; known are "
-                + " ".join(PROJECTIONS)
-            )
-    if not modules or len(set(modules)) < len(modules):
-        raise UserError(
-            "--lora_target_modules must name at least one module, each once; got "
-            + (" ".join(modules) or "none")
-        )
+    check_lora_options(
+        config.lora_target_modules,
+        config.layers_to_transform,
+        config.rank_pattern or {},
+        config.alpha_pattern or {},
+    )
     _check_sources(config)
     if config.eval_dataset_name is not None and config.eval_split_ratio > 0:
         raise UserError(
@@ -345,6 +383,10 @@ def _check_combinations(config: TrainConfig) -> None:
         raise UserError(
             f"--eval_steps {config.eval_steps} has no evaluation data: "
             "add --eval_dataset_name or --eval_split_ratio"
+        )
+    if config.load_best_model_at_end and config.eval_steps is None:
+        raise UserError(
+            "--load_best_model_at_end chooses among evaluated updates: add --eval_steps"
         )
 
 

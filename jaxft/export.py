@@ -1,6 +1,7 @@
 """From a trained model to the files that Hugging Face tools load."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def import_adapter(folder: Path, decoder: Decoder) -> AdapterConfig:
         place for.
     """
     config, arrays = load_adapter(folder)
-    add_adapters(decoder, config, seed=0)
+    # what the file holds, however the targets were spelled when it was made
+    held = replace(config, target_modules=tuple(arrays), layers_to_transform=None)
+    add_adapters(decoder, held, seed=0)
     set_adapter_arrays(decoder, arrays)
     return config

@@ -1,9 +1,8 @@
-"""LoRA adapters: which projections get one, how they start, and how they are scaled."""
+"""LoRA adapters in a decoder: how they start, how they are put in and taken out."""
 
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxft.errors import UserError
+from jaxft.lora_config import LoraConfig, adapted_modules
 from jaxft.model.decoder import Decoder
 from jaxft.model.layer import Group
 from jaxft.model.linear import Linear
@@ -18,29 +18,26 @@ from jaxft.model.variables import Frozen
 from jaxft.quant import Adapter
 
 
-@dataclass(frozen=True)
-class LoraConfig:
-    """The adapters' shape, under PEFT's names. `target_modules` are projections' own names."""
-
-    r: int
-    lora_alpha: float
-    lora_dropout: float
-    target_modules: tuple[str, ...]
-    use_rslora: bool
-
-    @property
-    def scale(self) -> float:
-        """Factor on `B @ A`: alpha / r, or alpha / sqrt(r) with rank stabilisation."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
-
-
 class Lora(nnx.Module):
-    """The adapters of one projection in a group of layers; the leading axis is layers."""
+    """The adapters of one projection in a group of layers; the leading axis is layers.
 
-    def __init__(self, a: jax.Array, b: jax.Array, scale: jax.Array, dropout: float, salt: int):
+    All have the largest rank of the group: in a layer of a smaller one, or of none, the further
+    rows of A and columns of B are zero. They stay zero, since each is the other's gradient.
+    """
+
+    def __init__(
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        scale: jax.Array,
+        ranks: tuple[int, ...],
+        dropout: float,
+        salt: int,
+    ):
         self.lora_A = nnx.LoRAParam(a)
         self.lora_B = nnx.LoRAParam(b)
         self.scale = Frozen(scale)
+        self.ranks = ranks  # of each layer; 0 where it has no adapter
         self.dropout = dropout
         self.salt = salt  # tells this projection's dropout masks from its neighbours'
 
@@ -55,27 +52,28 @@ def add_adapters(decoder: Decoder, config: LoraConfig, seed: int) -> None:
     """Put an adapter on every targeted projection: A uniform in ±1/sqrt(in) as PEFT does, B zero.
 
     Raises:
-      UserError: a target that the model does not have.
+      UserError: a target, pattern or layer that the model does not have.
     """
-    found = {name for name, _, _ in _projections(decoder)}
-    for target in config.target_modules:
-        if target not in found:
-            raise UserError(
-                f"lora_target_modules: the model has no projection {target!r}; "
-                f"it has {', '.join(sorted(found))}"
-            )
+    rank_of = adapted_modules(config, decoder.config)
     root = jax.random.key(seed)
-    for name, group, linear in _projections(decoder):
-        if name not in config.target_modules:
+    for path, group, linear in _paths(decoder):
+        modules = _modules(group, path)
+        ranks = tuple(rank_of.get(module, 0) for module in modules)
+        rank = max(ranks)
+        if rank == 0:
             continue
-        salt = zlib.crc32(name.encode())
+        salt = zlib.crc32(path.rpartition(".")[2].encode())
         key = jax.random.fold_in(jax.random.fold_in(root, salt), group.first)
         bound = 1 / math.sqrt(linear.in_features)
-        a_shape = (group.size, config.r, linear.in_features)
+        a_shape = (group.size, rank, linear.in_features)
         a = jax.random.uniform(key, a_shape, jnp.float32, -bound, bound)
-        b = jnp.zeros((group.size, linear.out_features, config.r), jnp.float32)
-        scale = jnp.full(group.size, config.scale, jnp.float32)
-        linear.adapter = Lora(a, b, scale, config.lora_dropout, salt)
+        if min(ranks) < rank:
+            used = jnp.arange(rank) < jnp.array(ranks)[:, None]
+            a = jnp.where(used[..., None], a, 0)
+        b = jnp.zeros((group.size, linear.out_features, rank), jnp.float32)
+        scales = [config.scale_of(m) if r else 0.0 for m, r in zip(modules, ranks, strict=True)]
+        scale = jnp.array(scales, jnp.float32)
+        linear.adapter = Lora(a, b, scale, ranks, config.lora_dropout, salt)
 
 
 def adapter_arrays(decoder: Decoder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -84,9 +82,11 @@ def adapter_arrays(decoder: Decoder) -> dict[str, tuple[np.ndarray, np.ndarray]]
     for path, group, linear in _paths(decoder):
         if linear.adapter is None:
             continue
-        a, b = (np.asarray(x.get_value()) for x in (linear.adapter.lora_A, linear.adapter.lora_B))
-        for i in range(group.size):
-            arrays[f"model.layers.{group.first + i}.{path}"] = (a[i], b[i])
+        lora = linear.adapter
+        a, b = (np.asarray(x.get_value()) for x in (lora.lora_A, lora.lora_B))
+        for i, (module, rank) in enumerate(zip(_modules(group, path), lora.ranks, strict=True)):
+            if rank:
+                arrays[module] = (a[i, :rank], b[i, :, :rank])
     return dict(sorted(arrays.items(), key=lambda item: _natural(item[0])))
 
 
@@ -106,9 +106,16 @@ def set_adapter_arrays(decoder: Decoder, arrays: dict[str, tuple[np.ndarray, np.
     for path, group, linear in _paths(decoder):
         if linear.adapter is None:
             continue
-        names = [f"model.layers.{group.first + i}.{path}" for i in range(group.size)]
-        for i, variable in enumerate((linear.adapter.lora_A, linear.adapter.lora_B)):
-            variable.set_value(jnp.stack([jnp.asarray(arrays[n][i], jnp.float32) for n in names]))
+        a, b = (
+            np.zeros(x.shape, np.float32) for x in (linear.adapter.lora_A, linear.adapter.lora_B)
+        )
+        for i, (module, rank) in enumerate(
+            zip(_modules(group, path), linear.adapter.ranks, strict=True)
+        ):
+            if rank:
+                a[i, :rank], b[i, :, :rank] = arrays[module]
+        linear.adapter.lora_A.set_value(jnp.asarray(a))
+        linear.adapter.lora_B.set_value(jnp.asarray(b))
 
 
 def _paths(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
@@ -119,10 +126,9 @@ def _paths(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
                 yield ".".join(map(str, path)), group, module
 
 
-def _projections(decoder: Decoder) -> Iterator[tuple[str, Group, Linear]]:
-    """Every projection with its own name ("q_proj") and its group."""
-    for path, group, module in _paths(decoder):
-        yield path.rpartition(".")[2], group, module
+def _modules(group: Group, path: str) -> list[str]:
+    """A projection's path in the model, for each layer of the group."""
+    return [f"model.layers.{group.first + i}.{path}" for i in range(group.size)]
 
 
 def _natural(path: str) -> list:

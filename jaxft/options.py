@@ -40,22 +40,26 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _required(hint: Any) -> Any:
+    """The type of an option without its `| None`."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(arg for arg in get_args(hint) if arg is not type(None))
+    return hint
+
+
 def coerce(field: dataclasses.Field, hint: Any, value: Any) -> Any:
     """The value of an option from text, YAML or Python; ValueError with the rest of a sentence."""
-    if _bare(hint) is not hint:
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
+    if get_origin(hint) in (Union, types.UnionType):
+        if value in (None, ["none"]) or (isinstance(value, str) and value.lower() == "none"):
             return None
-        hint = _bare(hint)
+        hint = _required(hint)
     origin = get_origin(hint)
     if origin is Literal:
         return _coerce_choice(field, get_args(hint), value)
     if origin is tuple:
-        items = (value,) if isinstance(value, str | int | float) else value
-        kind = get_args(hint)[0]
-        if not isinstance(items, list | tuple):
-            what = "names" if kind is str else "numbers"
-            raise ValueError(f"must be a list of {what}, got {value!r}")
-        return tuple(coerce(field, kind, item) for item in items)
+        return _coerce_list(get_args(hint)[0], value)
+    if origin is Mapping:
+        return _coerce_mapping(get_args(hint)[1], value)
     if hint is bool:
         word = WORDS.get(value.lower()) if isinstance(value, str) else value
         if not isinstance(word, bool):
@@ -68,11 +72,34 @@ def coerce(field: dataclasses.Field, hint: Any, value: Any) -> Any:
     return _coerce_number(hint, value)
 
 
-def _bare(hint: Any) -> Any:
-    """The type of an option that may also be None."""
-    if get_origin(hint) not in (Union, types.UnionType):
-        return hint
-    return next(arg for arg in get_args(hint) if arg is not type(None))
+def _coerce_list(kind: type, value: Any) -> tuple:
+    items = value if isinstance(value, list | tuple) else (value,)
+    if kind is not str:
+        return tuple(_coerce_number(kind, item) for item in items)
+    if not all(isinstance(item, str) for item in items):
+        raise ValueError(f"must be a list of names, got {value!r}")
+    return tuple(items)
+
+
+def _coerce_mapping(kind: type, value: Any) -> dict[str, Any]:
+    """From NAME=VALUE words, or a mapping of a YAML file or of Python."""
+    if isinstance(value, dict):
+        pairs = list(value.items())
+    elif isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        pairs = [word.rpartition("=")[::2] for word in value]
+    else:
+        raise ValueError(f"must be NAME=VALUE words, or a mapping in YAML, got {value!r}")
+    given: dict[str, Any] = {}
+    for name, number in pairs:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"must be NAME=VALUE words, got {value!r}")
+        if name in given:
+            raise ValueError(f"names {name!r} twice")
+        try:
+            given[name] = _coerce_number(kind, number)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return given
 
 
 def _coerce_choice(field: dataclasses.Field, choices: tuple[str, ...], value: Any) -> str:
@@ -195,7 +222,7 @@ def _value_of_tokens(field: dataclasses.Field, hint: Any, tokens: list[str]) -> 
         return True
     if not tokens:
         raise ValueError("needs a value")
-    if len(tokens) > 1 and get_origin(_bare(hint)) is tuple:
+    if get_origin(_required(hint)) in (tuple, Mapping):
         return tokens
     if len(tokens) > 1:
         raise ValueError(f"takes one value, got {' '.join(tokens)!r}")
@@ -219,12 +246,16 @@ def _tyro_annotation(field: dataclasses.Field, hint: Any) -> Any:
 
 
 def _metavar(field: dataclasses.Field, hint: Any) -> str:
-    hint = _bare(hint)
+    hint = _required(hint)
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         return "{" + ",".join(("true", *choices) if field.metadata["true_means"] else choices) + "}"
+    if get_origin(hint) is Mapping:
+        return "NAME=VALUE ..."
     if get_origin(hint) is tuple:
-        return "NAME ..." if get_args(hint)[0] is str else "NUMBER ..."
+        return (
+            "NAME ..." if get_args(hint)[0] is str else f"{_metavar(field, get_args(hint)[0])} ..."
+        )
     return {bool: "[BOOL]", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
 
 

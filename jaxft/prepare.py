@@ -25,6 +25,7 @@ from jaxft.data.loader import Loader
 from jaxft.data.report import Statistics, statistics
 from jaxft.data.sources import Source, open_sources
 from jaxft.errors import UserError
+from jaxft.lora_config import LoraConfig, adapted_modules, count_parameters
 from jaxft.model.config import ModelConfig
 from jaxft.report import progress_bar
 from pallas_kernels.report import picked
@@ -197,7 +198,12 @@ def _fingerprint(examples: Sequence[Example]) -> str:
 
 
 def preflight(
-    config: TrainConfig, model: ModelConfig, data: Data, dtype: str, start: int
+    config: TrainConfig,
+    adapter: LoraConfig,
+    model: ModelConfig,
+    data: Data,
+    dtype: str,
+    start: int,
 ) -> Sections:
     """What the run will do, for `report.print_preflight`."""
     numbers, loader = data.statistics, data.train
@@ -206,7 +212,7 @@ def preflight(
         "model": [
             ("base", config.model_name_or_path + _where(config)),
             ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
-            ("trainable", f"{_adapter_size(config, model):,} parameters, rank {config.lora_r}"),
+            ("trainable", _adapter(adapter, model)),
         ],
         "data": [
             ("documents", _documents(numbers.documents, numbers.dropped, numbers.truncated)),
@@ -261,6 +267,16 @@ def _weights(config: TrainConfig) -> str:
     return "NF4" + (" with double quantisation" if config.use_bnb_nested_quant else "")
 
 
+def _adapter(adapter: LoraConfig, model: ModelConfig) -> str:
+    ranks = adapted_modules(adapter, model)
+    low, high = min(ranks.values()), max(ranks.values())
+    rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
+    count, all_of_them = len(ranks), len(model.projections) * len(model.layers)
+    modules = f"all {count}" if count == all_of_them else f"{count} of {all_of_them}"
+    parameters = count_parameters(adapter, model)
+    return f"{parameters:,} parameters, {rank} on {modules} projections"
+
+
 def _kernels() -> str:
     by_name: dict[str, list[str]] = {}
     for op, name in picked().items():
@@ -272,9 +288,3 @@ def _documents(kept: int, dropped: int, truncated: int) -> str:
     counts = ((dropped, "too long, dropped"), (truncated, "cut"))
     changed = [f"{count:,} {what}" for count, what in counts if count]
     return ", ".join([f"{kept:,}", *changed])
-
-
-def _adapter_size(config: TrainConfig, model: ModelConfig) -> int:
-    """Trained parameters: A `[r, in]` and B `[out, r]` of each targeted projection."""
-    sides = sum(sum(model.projections[name]) for name in config.lora_target_modules)
-    return config.lora_r * sides * len(model.layers)

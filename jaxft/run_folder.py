@@ -17,7 +17,7 @@ from jaxft.formats.peft import WEIGHTS
 from jaxft.formats.weights import Checkpoint
 from jaxft.sinks import read_metrics
 
-# Options that may differ between a run and its continuation: none of them moves the adapter.
+# Options that may differ between a run and its continuation: none of them changes an update.
 FREE = frozenset(
     (
         "output_dir",
@@ -26,11 +26,15 @@ FREE = frozenset(
         "save_steps",
         "report_to",
         "resume_from_checkpoint",
+        "load_best_model_at_end",
+        "save_total_limit",
+        "dry_run",
         "eval_dataset_name",
         "dataset_test_split",
         "per_device_eval_batch_size",
         # the same files may lie elsewhere by now; the data's fingerprint tells
         "model_name_or_path",
+        "revision",
         "dataset_name",
         "dataset_config",
     )
@@ -105,19 +109,16 @@ def run_identity(
     config: TrainConfig, dtype: str, model: str, fingerprint: str, total_steps: int
 ) -> dict[str, Any]:
     """What must be equal for a run to be the continuation of another, as JSON."""
-    options = {
-        name: list(value) if isinstance(value, tuple) else value  # as JSON gives it back
-        for name, value in asdict(config).items()
-        if name not in FREE
-    }
+    options = {name: value for name, value in asdict(config).items() if name not in FREE}
+    options = json.loads(json.dumps(options))  # as the checkpoint will give it back
     options["dtype"] = dtype  # as resolved: another device may resolve auto otherwise
     return {"options": options, "model": model, "data": fingerprint, "total_steps": total_steps}
 
 
-def is_evaluated(folder: Path, step: int) -> bool:
-    """Whether metrics.jsonl has an eval_loss after `step` updates."""
-    lines = read_metrics(folder / METRICS)
-    return any(at == step and "eval_loss" in json.loads(line) for at, line in lines)
+def evaluations(folder: Path) -> dict[int, float]:
+    """eval_loss by update, as metrics.jsonl has it."""
+    lines = ((step, json.loads(line)) for step, line in read_metrics(folder / METRICS))
+    return {step: line["eval_loss"] for step, line in lines if "eval_loss" in line}
 
 
 def open_run_folder(config: TrainConfig) -> Path:

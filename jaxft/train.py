@@ -4,7 +4,6 @@
 input is found before the model is loaded.
 """
 
-import math
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,17 +15,19 @@ from flax import nnx
 
 from jaxft import cli
 from jaxft.config import TrainConfig, parse
-from jaxft.data.loader import Loader
 from jaxft.device import cache_compilations, check_checkpointing, compute_dtype
 from jaxft.errors import UserError
+from jaxft.evaluation import Evaluation
 from jaxft.export import export_adapter
 from jaxft.formats.checkpoint import Checkpoints
-from jaxft.formats.loading import load_decoder
+from jaxft.formats.loading import check_tensors, load_decoder
 from jaxft.formats.open import open_checkpoint
 from jaxft.formats.peft import AdapterConfig
+from jaxft.keeper import Keeper
 from jaxft.lora import add_adapters
+from jaxft.lora_config import adapted_modules, read_targets
 from jaxft.metrics import Recorder
-from jaxft.model.config import read_config
+from jaxft.model.config import ModelConfig, read_config
 from jaxft.model.decoder import Decoder
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
 from jaxft.prepare import Data, preflight, prepare_data
@@ -42,15 +43,15 @@ from jaxft.report import (
 from jaxft.run_folder import (
     CHECKPOINTS,
     Start,
+    evaluations,
     find_start,
-    is_evaluated,
     model_fingerprint,
     open_run_folder,
     run_identity,
 )
 from jaxft.signals import stop_request
 from jaxft.sinks import check_report_to, open_sinks
-from jaxft.step import EvalStep, init_state, make_eval_step, make_train_step, split
+from jaxft.step import init_state, make_eval_step, make_train_step, split
 
 
 def main(argv: list[str]) -> int:
@@ -80,22 +81,27 @@ def run(config: TrainConfig) -> int:
     console = make_console()
     check_checkpointing(config.gradient_checkpointing)
     check_report_to(config.report_to)
-    checkpoint = open_checkpoint(config.model_name_or_path)
+    checkpoint = open_checkpoint(config.model_name_or_path, config.revision)
     model = read_config(checkpoint.config)
+    check_tensors(checkpoint)
+    adapter = _adapter_config(config, model)
+    adapted_modules(adapter, model)  # a target that does not fit is told before rows are read
     data = prepare_data(config, model, checkpoint.tokenizer(), console)
     dtype = compute_dtype(config.dtype)
     identity = run_identity(
         config, dtype.name, model_fingerprint(checkpoint), data.fingerprint, data.train.num_steps
     )
     start = find_start(config, identity)
-    print_preflight(preflight(config, model, data, dtype.name, start.step), console)
+    print_preflight(preflight(config, adapter, model, data, dtype.name, start.step), console)
 
+    if config.dry_run:
+        console.print("dry run: nothing was trained or written")
+        return 0
     storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
     with progress_bar("loading layers", console) as progress:
         decoder = load_decoder(checkpoint, storage, progress)
     if model.tie_word_embeddings and not decoder.config.tie_word_embeddings:
         console.print("note: config.json ties the head, but the file has another one: it is used")
-    adapter = _adapter_config(config)
     add_adapters(decoder, adapter, config.seed)
     folder = open_run_folder(config)
     with training_display(data.train.num_steps, start.step, console) as display:
@@ -137,17 +143,29 @@ def train(
         dropout=config.lora_dropout > 0,
         checkpointing=config.gradient_checkpointing,
     )
-    evaluate = make_eval_step(structure)
 
     with ExitStack() as stack:
         checkpoints = stack.enter_context(closing(Checkpoints(folder / CHECKPOINTS)))
-        forgotten = checkpoints.forget_after(start.step)
+        forgotten = [at for at in checkpoints.steps() if at > start.step]
+        checkpoints.forget(forgotten)
         if forgotten:
             display.note(f"checkpoints after update {start.step} are removed: {forgotten}")
         sinks = [
             stack.enter_context(closing(sink)) for sink in open_sinks(config, folder, start.step)
         ]
+        keeper = Keeper(
+            checkpoints,
+            identity,
+            evaluations(folder),
+            limit=config.save_total_limit,
+            best=config.load_best_model_at_end,
+        )
         recorder = Recorder(sinks, display, decoder.config, total, config.logging_steps)
+        evaluate = None
+        if data.evaluation is not None:
+            evaluate = Evaluation(
+                make_eval_step(structure), frozen, data.evaluation, recorder, display
+            )
         stop = stack.enter_context(stop_request())
         step = start.step
         if step < total:
@@ -155,8 +173,8 @@ def train(
             update = update.lower(state, frozen, loader.batch(step)).compile()
             display.note(f"compiled the update in {duration(time.perf_counter() - began)}")
         due = step in (0, total) or _due(step, config.eval_steps)
-        if due and not is_evaluated(folder, step):
-            _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
+        if evaluate and due and step not in evaluations(folder):
+            keeper.evaluated(step, evaluate(step, state.trained), state)
         recorder.restart_clock()
         stopped = None
         while step < total and stopped is None:
@@ -171,12 +189,13 @@ def train(
             if save or evaluation:
                 recorder.flush()
             if save:
-                _check_finite(state.trained, step)
-                checkpoints.save(step, state, identity)
-            if evaluation:
-                _evaluate(evaluate, state.trained, frozen, data.evaluation, step, recorder, display)
+                keeper.save(step, state)
+            if evaluate and evaluation:
+                keeper.evaluated(step, evaluate(step, state.trained), state)
             if save or evaluation:
                 recorder.restart_clock()
+        if step == total and config.load_best_model_at_end:
+            state = keeper.restore_best(state, display)
     nnx.update(decoder, state.trained)
     if stopped is not None and step < total:
         display.note(
@@ -187,50 +206,22 @@ def train(
     return None
 
 
-def _evaluate(
-    evaluate: EvalStep,
-    trained: nnx.State,
-    frozen: nnx.State,
-    loader: Loader | None,
-    step: int,
-    recorder: Recorder,
-    display: StepDisplay,
-) -> None:
-    """Mean loss over every target of the held-out rows, whatever the batches."""
-    if loader is None:
-        return
-    total, targets = 0.0, 0
-    for i in range(loader.num_steps):
-        display.status(f"evaluating {i + 1}/{loader.num_steps}")
-        batch_total, count = evaluate(trained, frozen, loader.batch(i))
-        total, targets = total + float(batch_total), targets + int(count)
-    loss = total / targets
-    if not math.isfinite(loss):
-        raise UserError(f"update {step}: eval_loss is {loss}: lower --learning_rate")
-    recorder.write(step, {"eval_loss": loss})
-    display.note(f"update {step}: eval_loss {loss:.4f}")
-
-
-def _check_finite(trained: nnx.State, step: int) -> None:
-    """A finite gradient may still have made a step out of range; no loss tells of the last one."""
-    if not all(np.isfinite(jax.device_get(leaf)).all() for leaf in jax.tree.leaves(trained)):
-        raise UserError(
-            f"update {step}: the adapter is not finite and is not saved: lower --learning_rate"
-        )
-
-
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _adapter_config(config: TrainConfig) -> AdapterConfig:
+def _adapter_config(config: TrainConfig, model: ModelConfig) -> AdapterConfig:
     return AdapterConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
+        target_modules=read_targets(config.lora_target_modules, model),
         use_rslora=config.use_rslora,
+        rank_pattern=config.rank_pattern or {},
+        alpha_pattern=config.alpha_pattern or {},
+        layers_to_transform=config.layers_to_transform,
         base_model_name_or_path=config.model_name_or_path,
+        revision=config.revision,
     )
 
 

@@ -32,7 +32,8 @@ from jaxft.data.loader import Loader
 from jaxft.device import compute_dtype
 from jaxft.errors import UserError
 from jaxft.formats.loading import load_decoder, tensor_shapes
-from jaxft.lora import LoraConfig, add_adapters
+from jaxft.lora import add_adapters
+from jaxft.lora_config import LoraConfig
 from jaxft.metrics import peak_flops, peak_memory_bytes, step_flops
 from jaxft.model.config import read_config
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule

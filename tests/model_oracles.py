@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxft.data.examples import Example
 from jaxft.data.loader import Loader
-from jaxft.lora import LoraConfig, adapter_arrays, add_adapters, set_adapter_arrays
+from jaxft.lora import adapter_arrays, add_adapters, set_adapter_arrays
+from jaxft.lora_config import LoraConfig
 from jaxft.loss import sum_of_losses
 from jaxft.model.decoder import Decoder
 from jaxft.model.linear import Linear

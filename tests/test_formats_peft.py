@@ -40,7 +40,9 @@ def adapter(r=4, alpha=8.0, rslora=False, targets=ATTENTION + MLP, base="org/bas
         for name, (n_out, n_in) in SHAPES.items()
         if name.split(".")[1] in targets
     }
-    return AdapterConfig(r, alpha, 0.0, tuple(sorted(targets)), rslora, base), adapters
+    names = tuple(sorted(targets))
+    config = AdapterConfig(r, alpha, 0.0, names, rslora, base_model_name_or_path=base)
+    return config, adapters
 
 
 def tiny_llama():
@@ -98,7 +100,7 @@ def test_peft_computes_base_plus_scaled_product(tmp_path, r, alpha, rslora, scal
     from peft import PeftModel
 
     config, adapters = adapter(r, alpha, rslora)
-    assert config.scale == scale
+    assert config.scale_of("model.layers.0.mlp.up_proj") == scale
     save_adapter(tmp_path, config, adapters)
     base = logits(model)
     with warnings.catch_warnings():
@@ -195,7 +197,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     for path, (a, b) in adapters.items():
         np.testing.assert_array_equal(got[path][0], a)
         np.testing.assert_array_equal(got[path][1], b)
-    assert config.scale == pytest.approx(0.1 / math.sqrt(4))
+    assert config.scale_of("model.layers.0.mlp.up_proj") == pytest.approx(0.1 / math.sqrt(4))
 
 
 def test_peft_files_are_loaded(tmp_path):
@@ -213,7 +215,7 @@ def test_peft_files_are_loaded(tmp_path):
                 parameter.normal_()
     peft_model.save_pretrained(tmp_path)
     got_config, got = load_adapter(tmp_path)
-    assert got_config == AdapterConfig(4, 8.0, 0.0, ("q_proj", "v_proj"), False, "")
+    assert got_config == AdapterConfig(4, 8.0, 0.0, ("q_proj", "v_proj"), False)
     np.testing.assert_allclose(merged_logits(got, 2.0), logits(peft_model), atol=1e-4)
 
 
@@ -283,8 +285,14 @@ FAULTS = {
     "task": (edit_config(task_type="SEQ_CLS"), ["task_type SEQ_CLS"]),
     "dora": (edit_config(use_dora=True), ["use_dora"]),
     "bias": (edit_config(bias="all"), ["bias", "all"]),
-    "ranks": (edit_config(rank_pattern={"q_proj": 2}), ["rank_pattern", "q_proj"]),
-    "alphas": (edit_config(alpha_pattern={"q_proj": 2}), ["alpha_pattern", "q_proj"]),
+    "ranks": (edit_config(rank_pattern={"q_proj": 2}), ["q_proj", "has not r 2"]),
+    "rank of a pattern": (edit_config(rank_pattern={"q_proj": 0}), ["q_proj", "positive"]),
+    "pattern": (edit_config(alpha_pattern={"(": 2.0}), ["alpha_pattern", "regular expression"]),
+    "no patterns": (edit_config(alpha_pattern=["q_proj"]), ["alpha_pattern", "an object"]),
+    "alphas": (edit_config(alpha_pattern={"q_proj": None}), ["q_proj", "a number"]),
+    "no targets": (edit_config(target_modules=None), ["target_modules", "None"]),
+    "layers": (edit_config(layers_to_transform=["1"]), ["layers_to_transform", "'1'"]),
+    "regular expression": (edit_config(target_modules=".*q_proj"), ["down_proj", "no target"]),
     "modules": (edit_config(modules_to_save=["lm_head"]), ["modules_to_save", "lm_head"]),
     "future option": (edit_config(use_new_thing=True), ["use_new_thing"]),
     "pissa": (edit_config(init_lora_weights="pissa"), ["init_lora_weights pissa"]),

@@ -9,7 +9,8 @@ from tiny import tiny_folder
 
 from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
-from jaxft.lora import LoraConfig, add_adapters
+from jaxft.lora import add_adapters
+from jaxft.lora_config import LoraConfig
 from jaxft.loss import sum_of_losses
 from jaxft.quant import Storage
 from jaxft.step import split

@@ -22,7 +22,8 @@ from jaxft.config import PROJECTIONS, parse
 from jaxft.device import user_cache
 from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
-from jaxft.lora import LoraConfig, adapter_arrays, add_adapters
+from jaxft.lora import adapter_arrays, add_adapters
+from jaxft.lora_config import LoraConfig
 from jaxft.model.config import read_config
 from jaxft.prepare import prepare_data
 from jaxft.report import make_console

@@ -10,7 +10,8 @@ from tiny import tiny_folder
 
 from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
-from jaxft.lora import LoraConfig, add_adapters
+from jaxft.lora import add_adapters
+from jaxft.lora_config import LoraConfig
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
 from jaxft.step import init_state, make_eval_step, make_train_step, split
 

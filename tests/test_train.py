@@ -279,7 +279,8 @@ def test_frozen_tensors_do_not_move(model, chats, tmp_path):
     from helpers import NF4_FP32
 
     from jaxft.formats.loading import load_decoder
-    from jaxft.lora import LoraConfig, add_adapters
+    from jaxft.lora import add_adapters
+    from jaxft.lora_config import LoraConfig
     from jaxft.optim import OptimConfig, make_optimizer, make_schedule
     from jaxft.step import init_state, make_train_step, split
 

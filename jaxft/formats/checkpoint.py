@@ -1,5 +1,6 @@
 """Checkpoints for resuming, through Orbax: written atomically, only whole ones are found."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,10 @@ class Checkpoints:
         names = _flat(like)
         return jax.tree.unflatten(jax.tree.structure(like), [tree[name] for name in names])
 
-    def forget_after(self, step: int) -> list[int]:
-        """Delete the checkpoints of later steps, which a run that goes on from here replaces."""
-        later = [at for at in self.steps() if at > step]
-        for at in later:
-            self._manager.delete(at)
-        return later
+    def forget(self, steps: Iterable[int]) -> None:
+        """Delete the checkpoints of these steps."""
+        for step in sorted(steps):
+            self._manager.delete(step)
 
     def close(self) -> None:
         """Release Orbax's threads."""

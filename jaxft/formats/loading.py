@@ -62,6 +62,16 @@ def load_decoder(
     return nnx.merge(structure, nnx.from_flat_state(filled))
 
 
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Whether the checkpoint holds what its model takes, told from its headers.
+
+    Raises:
+      UserError: a tensor that is missing, left over or of another shape, by its name.
+    """
+    config = settle_head(read_config(checkpoint.config), checkpoint)
+    _check(tensor_shapes(config), checkpoint)
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this model holds; nothing is made."""
     storage = Storage(load_in_4bit=False, nested=False, compute=jnp.dtype(jnp.float32))

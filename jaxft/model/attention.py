@@ -47,10 +47,10 @@ class Attention(nnx.Module):
         shapes, bias = config.projections, config.attention_bias
         self.head_dim = config.head_dim
         self.rope = layer.rope
-        self.q_proj = Linear(shapes["q_proj"], storage, bias=bias)
-        self.k_proj = Linear(shapes["k_proj"], storage, bias=bias)
-        self.v_proj = Linear(shapes["v_proj"], storage, bias=bias)
-        self.o_proj = Linear(shapes["o_proj"], storage, bias=bias)
+        self.q_proj = Linear(shapes["self_attn.q_proj"], storage, bias=bias)
+        self.k_proj = Linear(shapes["self_attn.k_proj"], storage, bias=bias)
+        self.v_proj = Linear(shapes["self_attn.v_proj"], storage, bias=bias)
+        self.o_proj = Linear(shapes["self_attn.o_proj"], storage, bias=bias)
 
     def __call__(
         self, x: jax.Array, where: Where, cache: Cache | None, key: jax.Array | None

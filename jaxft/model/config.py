@@ -37,17 +37,17 @@ class ModelConfig:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Shape (out, in) of each projection of a layer, by its own name."""
+        """Shape (out, in) of each projection of a layer, by its path in the layer."""
         hidden, wide = self.hidden_size, self.intermediate_size
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
-            "q_proj": (query, hidden),
-            "k_proj": (key, hidden),
-            "v_proj": (key, hidden),
-            "o_proj": (hidden, query),
-            "gate_proj": (wide, hidden),
-            "up_proj": (wide, hidden),
-            "down_proj": (hidden, wide),
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (key, hidden),
+            "self_attn.v_proj": (key, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
         }
 
 

@@ -14,9 +14,9 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: ModelConfig, storage: Storage):
         shapes, bias = config.projections, config.mlp_bias
-        self.gate_proj = Linear(shapes["gate_proj"], storage, bias=bias)
-        self.up_proj = Linear(shapes["up_proj"], storage, bias=bias)
-        self.down_proj = Linear(shapes["down_proj"], storage, bias=bias)
+        self.gate_proj = Linear(shapes["mlp.gate_proj"], storage, bias=bias)
+        self.up_proj = Linear(shapes["mlp.up_proj"], storage, bias=bias)
+        self.down_proj = Linear(shapes["mlp.down_proj"], storage, bias=bias)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """`[..., hidden]` -> `[..., hidden]`."""

@@ -130,7 +130,7 @@ class TrainConfig:
         None,
         group="data",
         help="Configuration of a data set that has several, one for all sources or one for each; "
-        "default is the name for none.",
+        "default is the name for none. It holds in eval_dataset_name for the same names.",
     )
     dataset_train_split: tuple[str, ...] = option(
         ("train",),

@@ -117,18 +117,41 @@ class TrainConfig:
         "Worth trying from rank 64 on.",
     )
 
-    dataset_name: str = option(
+    dataset_name: tuple[str, ...] = option(
         group="data",
-        metavar="PATH",
-        help="Training data: a .jsonl file, or a folder that holds one for each split. A line is "
-        "an object with messages, or prompt and completion, or instruction (input) and output, or "
-        "text.",
+        metavar="PATH ...",
+        help="Training data, one source or several: a file (.jsonl, .json, .csv, .tsv, each also "
+        "with .gz or .zst behind it; .parquet, .arrow), a folder, a glob in quotes such as "
+        "'data/*.jsonl', or a hub data set (org/name, org/name@revision). The columns are "
+        "messages, or conversations (ShareGPT), or prompt and completion, or instruction (input) "
+        "and output, or text.",
     )
-    dataset_train_split: str = option(
-        "train",
+    dataset_config: tuple[str, ...] | None = option(
+        None,
         group="data",
-        help="Split to train on when dataset_name is a folder: train means its train.jsonl. A "
-        "single file is one split named train.",
+        help="Configuration of a data set that has several, one for all sources or one for each; "
+        "default is the name for none. It holds in eval_dataset_name for the same names.",
+    )
+    dataset_train_split: tuple[str, ...] = option(
+        ("train",),
+        group="data",
+        metavar="SPLIT ...",
+        help="Split to train on, one for all sources or one for each: train, 'train[:10%]', "
+        "'train[100:200]', train+test. A single file or a glob is one split, named train.",
+    )
+    dataset_test_split: tuple[str, ...] = option(
+        ("test",),
+        group="data",
+        metavar="SPLIT ...",
+        help="Split of eval_dataset_name to evaluate on, written in the same way. There a single "
+        "file or a glob goes by both names, test and train.",
+    )
+    dataset_weights: tuple[float, ...] | None = option(
+        None,
+        group="data",
+        help="How often an epoch holds the rows of each source, one number for each: 1 is once "
+        "(as without this option), 2 is twice, 0.5 is half of them, at random but the same in "
+        "every epoch.",
     )
     dataset_text_field: str = option(
         "text",
@@ -155,17 +178,19 @@ class TrainConfig:
         help="What happens to a document longer than max_length: stop and name it, leave it out, "
         "or cut its end off. The report before training counts what was dropped or cut.",
     )
-    eval_dataset_name: str | None = option(
+    eval_dataset_name: tuple[str, ...] | None = option(
         None,
         group="data",
-        metavar="PATH",
-        help="Held-out .jsonl file in the same layouts, for eval_loss.",
+        metavar="PATH ...",
+        help="Held-out data for eval_loss, named like dataset_name. It may be the same data set: "
+        "its split is dataset_test_split then.",
     )
     eval_split_ratio: float = option(
         0.0,
         group="data",
         help="Share of the training rows to hold out for eval_loss when there is no "
-        "eval_dataset_name; 0.05 is usual. The choice of rows depends on the seed alone.",
+        "eval_dataset_name; 0.05 is usual. The choice of rows depends on the seed alone, and is "
+        "made before dataset_weights repeats any.",
     )
 
     num_train_epochs: float = option(
@@ -329,7 +354,7 @@ def _check_ranges(config: TrainConfig) -> None:
             raise UserError(f"--{name} must be above 0, got {value:g}")
         if name in _SHARES and not 0 <= value < 1:
             raise UserError(f"--{name} must be at least 0 and below 1, got {value:g}")
-        if value == "":
+        if value == "" or value == () or (isinstance(value, tuple) and "" in value):
             raise UserError(f"--{name} must not be empty")
         if isinstance(value, int) and value >= 2**31 and name != "seed":
             raise UserError(f"--{name} must be below 2**31, got {value}")
@@ -348,9 +373,10 @@ def _check_combinations(config: TrainConfig) -> None:
         config.rank_pattern or {},
         config.alpha_pattern or {},
     )
+    _check_sources(config)
     if config.eval_dataset_name is not None and config.eval_split_ratio > 0:
         raise UserError(
-            f"--eval_dataset_name {config.eval_dataset_name} and --eval_split_ratio "
+            f"--eval_dataset_name {' '.join(config.eval_dataset_name)} and --eval_split_ratio "
             f"{config.eval_split_ratio:g} both name evaluation data: give one of them"
         )
     if config.eval_steps and config.eval_dataset_name is None and config.eval_split_ratio == 0:
@@ -361,6 +387,35 @@ def _check_combinations(config: TrainConfig) -> None:
     if config.load_best_model_at_end and config.eval_steps is None:
         raise UserError(
             "--load_best_model_at_end chooses among evaluated updates: add --eval_steps"
+        )
+
+
+def _check_sources(config: TrainConfig) -> None:
+    count = len(config.dataset_name)
+    _check_count("dataset_config", config.dataset_config or ("",), count)
+    _check_count("dataset_train_split", config.dataset_train_split, count)
+    if config.eval_dataset_name is not None:
+        _check_count("dataset_test_split", config.dataset_test_split, len(config.eval_dataset_name))
+    elif config.dataset_test_split != ("test",):
+        raise UserError(
+            f"--dataset_test_split {' '.join(config.dataset_test_split)} is a split of "
+            "--eval_dataset_name: give that too (it may be the training data's name)"
+        )
+    weights = config.dataset_weights
+    if weights is None:
+        return
+    given = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != count:
+        raise UserError(f"--dataset_weights {given}: {len(weights)} for {count} --dataset_name")
+    if min(weights) <= 0:
+        raise UserError(f"--dataset_weights {given}: each must be above 0")
+
+
+def _check_count(name: str, values: Sequence[str], count: int) -> None:
+    if len(values) not in (1, count):
+        raise UserError(
+            f"--{name} {' '.join(values)}: {len(values)} for {count} data sets; give one for all "
+            "or one for each"
         )
 
 

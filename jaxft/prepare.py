@@ -17,12 +17,13 @@ from jaxft.data.examples import (
     OverflowReport,
     apply_overflow,
     check_token_ids,
+    repeat_examples,
     split_examples,
 )
 from jaxft.data.layouts import detect
 from jaxft.data.loader import Loader
 from jaxft.data.report import Statistics, statistics
-from jaxft.data.sources import read_rows, resolve
+from jaxft.data.sources import Source, open_sources
 from jaxft.errors import UserError
 from jaxft.lora_config import LoraConfig, adapted_modules, count_parameters
 from jaxft.model.config import ModelConfig
@@ -42,6 +43,7 @@ class Data:
       held_out: what the length limit did to the held-out rows.
       statistics: of an epoch of training.
       fingerprint: of the training rows in their order, as token ids and masks.
+      sources: name, rows and weight of each; an epoch holds rows times weight.
     """
 
     train: Loader
@@ -49,6 +51,7 @@ class Data:
     held_out: OverflowReport
     statistics: Statistics
     fingerprint: str
+    sources: Sequence[tuple[str, int, float]]
 
 
 def prepare_data(
@@ -67,21 +70,21 @@ def prepare_data(
             f"--max_length {config.max_length} is more than the model's "
             f"max_position_embeddings {model.max_position_embeddings}"
         )
-    source = resolve(config.dataset_name, config.dataset_train_split)
-    rows, overflow = _examples(config, model, tokenizer, source, console)
+    sources = open_sources(
+        config.dataset_name, config.dataset_train_split, config.dataset_config or (None,)
+    )
+    evaluated = _evaluation_sources(config)  # looked up before anything is read
+    _check_apart(sources, evaluated)
+    groups, overflow = _examples(config, model, tokenizer, sources, console)
     held_out: list[Example] = []
     changed = OverflowReport()
     if config.eval_split_ratio:
-        rows, held_out = split_examples(rows, config.eval_split_ratio, config.seed)
-    elif config.eval_dataset_name:
-        if Path(config.eval_dataset_name).expanduser().is_dir():
-            raise UserError(
-                f"--eval_dataset_name {config.eval_dataset_name} is a folder: name the file in it "
-                "that holds the held-out rows"
-            )
-        held_out, changed = _examples(
-            config, model, tokenizer, resolve(config.eval_dataset_name), console
-        )
+        groups, held_out = _hold_out(groups, config)
+    elif evaluated:
+        others, changed = _examples(config, model, tokenizer, evaluated, console)
+        held_out = [example for group in others for example in group]
+    weights = config.dataset_weights or (1.0,) * len(sources)
+    rows = _weighted(groups, weights, config)
     train = Loader(
         rows,
         max_length=config.max_length,
@@ -102,25 +105,87 @@ def prepare_data(
             shuffle=False,
         )
     numbers = statistics(train, tokenizer, overflow)
-    return Data(train, evaluation, changed, numbers, _fingerprint(rows))
+    sizes = [(name, len(group)) for name, group in zip(config.dataset_name, groups, strict=True)]
+    notes = [(*size, weight) for size, weight in zip(sizes, weights, strict=True)]
+    return Data(train, evaluation, changed, numbers, _fingerprint(rows), notes)
+
+
+def _evaluation_sources(config: TrainConfig) -> list[Source]:
+    """Sources of the held-out rows; the training data's configuration where it is the same set."""
+    names = config.eval_dataset_name or ()
+    given = config.dataset_config or (None,)
+    trained = config.dataset_name
+    known = dict(zip(trained, given * (len(trained) if len(given) == 1 else 1), strict=True))
+    configurations = [known.get(name) for name in names]
+    return open_sources(names, config.dataset_test_split, configurations, also="test")
+
+
+def _check_apart(sources: Sequence[Source], evaluated: Sequence[Source]) -> None:
+    """A file is one split whatever it is called: its rows would be trained on and evaluated."""
+    trained = {file for source in sources for file in source.whole_files()}
+    for source in evaluated:
+        shared = sorted(trained & source.whole_files())
+        if shared:
+            raise UserError(
+                f"--eval_dataset_name {source.name}: {shared[0].name} is trained on as a whole, so "
+                "no row of it is held out: use --eval_split_ratio, or slices of it such as "
+                "--dataset_train_split 'train[:95%]' --dataset_test_split 'train[95%:]'"
+            )
+
+
+def _hold_out(
+    groups: Sequence[list[Example]], config: TrainConfig
+) -> tuple[list[list[Example]], list[Example]]:
+    """The groups without a share of all their examples, and that share."""
+    everything = [example for group in groups for example in group]
+    kept, held_out = split_examples(everything, config.eval_split_ratio, config.seed)
+    trained = set(map(id, kept))
+    return [[e for e in group if id(e) in trained] for group in groups], held_out
+
+
+def _weighted(
+    groups: Sequence[Sequence[Example]], weights: Sequence[float], config: TrainConfig
+) -> list[Example]:
+    """Examples of an epoch: those of every source as often as its weight says."""
+    rows: list[Example] = []
+    for index, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+        name = config.dataset_name[index]
+        if not group:
+            raise UserError(f"data set {name!r}: --eval_split_ratio held out all of its rows")
+        if not round(weight * len(group)):
+            raise UserError(
+                f"data set {name!r}: --dataset_weights {weight:g} leaves none of its "
+                f"{len(group)} rows"
+            )
+        rows += repeat_examples(group, weight, (config.seed, index))
+    return rows
 
 
 def _examples(
     config: TrainConfig,
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerFast,
-    path: Path,
+    sources: Sequence[Source],
     console: Console,
-) -> tuple[list[Example], OverflowReport]:
-    rows = read_rows(path)
-    unused = detect(rows, config.dataset_text_field).unused
-    if unused:
-        text = f"note: {path.name}: columns not used: {', '.join(unused)}"
-        console.print(text, soft_wrap=True)
-    with progress_bar(f"tokenizing {path.name}", console) as progress:
-        examples = encode(rows, tokenizer, text_field=config.dataset_text_field, progress=progress)
-    check_token_ids(examples, tokenizer, model.vocab_size)
-    return apply_overflow(examples, config.max_length, config.overflow)
+) -> tuple[list[list[Example]], OverflowReport]:
+    """Examples of each source; a source's rows are gone before the next one's are read."""
+    groups: list[list[Example]] = []
+    total = OverflowReport()
+    for source in sources:
+        rows = source.read()
+        unused = detect(rows, config.dataset_text_field).unused
+        if unused:
+            text = f"note: {source.title}: columns not used: {', '.join(unused)}"
+            console.print(text, soft_wrap=True)
+        with progress_bar(f"tokenizing {source.title}", console) as progress:
+            field = config.dataset_text_field
+            examples = encode(rows, tokenizer, text_field=field, progress=progress)
+        check_token_ids(examples, tokenizer, model.vocab_size)
+        examples, report = apply_overflow(examples, config.max_length, config.overflow)
+        groups.append(examples)
+        total += report
+        del rows
+    return groups, total
 
 
 def _fingerprint(examples: Sequence[Example]) -> str:
@@ -173,6 +238,9 @@ def preflight(
             ("output", config.output_dir),
         ],
     }
+    if len(data.sources) > 1:
+        parts = [f"{name} {rows:,} x {weight:g}" for name, rows, weight in data.sources]
+        sections["data"].insert(0, ("sources", ", ".join(parts)))
     if data.evaluation:
         sections["data"].append(
             (

@@ -233,7 +233,7 @@ def _summary(config: TrainConfig, data: Data) -> dict[str, object]:
     """Facts of the run for the model card."""
     numbers = data.statistics
     return {
-        "data": config.dataset_name,
+        "data": ", ".join(config.dataset_name),
         "documents": numbers.documents,
         "tokens an epoch": numbers.tokens,
         "updates": data.train.num_steps,

@@ -6,13 +6,12 @@ LoraConfig where those have the option; the defaults are chosen for QLoRA.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jaxft import options
-from jaxft.errors import UserError
-from jaxft.lora_config import check_lora_options
+from jaxft.config_checks import check
 from jaxft.options import option
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -308,7 +307,6 @@ class TrainConfig:
         help="Send the metrics to TensorBoard or Weights & Biases too; install the extra of that "
         "name first.",
     )
-
     dry_run: bool = option(
         False,
         group="output",
@@ -318,105 +316,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Reads every field by the one set of rules, then checks ranges and combinations."""
         options.normalise(self)
-        _check_ranges(self)
-        _check_combinations(self)
-
-
-# Inclusive lower bounds.
-_AT_LEAST: dict[str, float] = {
-    "lora_r": 1,
-    "max_length": 2,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "warmup_steps": 0,
-    "weight_decay": 0,
-    "max_grad_norm": 0,
-    "seed": 0,
-    "logging_steps": 1,
-    "eval_steps": 1,
-    "save_steps": 1,
-    "save_total_limit": 1,
-}
-_ABOVE_ZERO = ("lora_alpha", "num_train_epochs")
-_SHARES = ("lora_dropout", "eval_split_ratio")
-
-
-def _check_ranges(config: TrainConfig) -> None:
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if value is None:
-            continue
-        if name in _AT_LEAST and value < _AT_LEAST[name]:
-            raise UserError(f"--{name} must be at least {_AT_LEAST[name]:g}, got {value}")
-        if name in _ABOVE_ZERO and value <= 0:
-            raise UserError(f"--{name} must be above 0, got {value:g}")
-        if name in _SHARES and not 0 <= value < 1:
-            raise UserError(f"--{name} must be at least 0 and below 1, got {value:g}")
-        if value == "" or value == () or (isinstance(value, tuple) and "" in value):
-            raise UserError(f"--{name} must not be empty")
-        if isinstance(value, int) and value >= 2**31 and name != "seed":
-            raise UserError(f"--{name} must be below 2**31, got {value}")
-    if config.max_steps != -1 and config.max_steps < 1:
-        raise UserError(
-            f"--max_steps must be at least 1, or -1 for whole epochs, got {config.max_steps}"
-        )
-    if config.seed >= 2**32:
-        raise UserError(f"--seed must be below 2**32, got {config.seed}")
-
-
-def _check_combinations(config: TrainConfig) -> None:
-    check_lora_options(
-        config.lora_target_modules,
-        config.layers_to_transform,
-        config.rank_pattern or {},
-        config.alpha_pattern or {},
-    )
-    _check_sources(config)
-    if config.eval_dataset_name is not None and config.eval_split_ratio > 0:
-        raise UserError(
-            f"--eval_dataset_name {' '.join(config.eval_dataset_name)} and --eval_split_ratio "
-            f"{config.eval_split_ratio:g} both name evaluation data: give one of them"
-        )
-    if config.eval_steps and config.eval_dataset_name is None and config.eval_split_ratio == 0:
-        raise UserError(
-            f"--eval_steps {config.eval_steps} has no evaluation data: "
-            "add --eval_dataset_name or --eval_split_ratio"
-        )
-    if config.load_best_model_at_end and config.eval_steps is None:
-        raise UserError(
-            "--load_best_model_at_end chooses among evaluated updates: add --eval_steps"
-        )
-
-
-def _check_sources(config: TrainConfig) -> None:
-    count = len(config.dataset_name)
-    _check_count("dataset_config", config.dataset_config or ("",), count)
-    _check_count("dataset_train_split", config.dataset_train_split, count)
-    if config.eval_dataset_name is not None:
-        _check_count("dataset_test_split", config.dataset_test_split, len(config.eval_dataset_name))
-    elif config.dataset_test_split != ("test",):
-        raise UserError(
-            f"--dataset_test_split {' '.join(config.dataset_test_split)} is a split of "
-            "--eval_dataset_name: give that too (it may be the training data's name)"
-        )
-    weights = config.dataset_weights
-    if weights is None:
-        return
-    given = " ".join(f"{weight:g}" for weight in weights)
-    if len(weights) != count:
-        raise UserError(f"--dataset_weights {given}: {len(weights)} for {count} --dataset_name")
-    if min(weights) <= 0:
-        raise UserError(f"--dataset_weights {given}: each must be above 0")
-
-
-def _check_count(name: str, values: Sequence[str], count: int) -> None:
-    if len(values) not in (1, count):
-        raise UserError(
-            f"--{name} {' '.join(values)}: {len(values)} for {count} data sets; give one for all "
-            "or one for each"
-        )
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,23 +346,15 @@ def parse(argv: Sequence[str]) -> TrainConfig:
         groups={"config": "A file of options.", **GROUPS},
     )
     path = given.pop("config", None)
-    return _make(({} if path is None else options.read_yaml(TrainConfig, path)) | given)
+    given = ({} if path is None else options.read_yaml(TrainConfig, path)) | given
+    return options.make(TrainConfig, given)
 
 
 def from_yaml(path: str | Path) -> TrainConfig:
     """The run described by a YAML file alone; UserError as `parse`."""
-    return _make(options.read_yaml(TrainConfig, path))
+    return options.make(TrainConfig, options.read_yaml(TrainConfig, path))
 
 
 def to_yaml(config: TrainConfig) -> str:
     """All options of a run as YAML text, which `from_yaml` reads back to an equal config."""
     return options.dump_yaml(config)
-
-
-def _make(given: dict[str, Any]) -> TrainConfig:
-    for field in fields(TrainConfig):
-        if field.default is MISSING and field.name not in given:
-            raise UserError(
-                f"--{field.name} is required, on the command line or in the --config file"
-            )
-    return TrainConfig(**given)

@@ -1,11 +1,9 @@
 """Everything about a run's data that is known before the model is loaded."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
 import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
@@ -25,12 +23,8 @@ from jaxft.data.loader import Loader
 from jaxft.data.report import Statistics, statistics
 from jaxft.data.sources import Source, open_sources
 from jaxft.errors import UserError
-from jaxft.lora_config import LoraConfig, adapted_modules, count_parameters
 from jaxft.model.config import ModelConfig
 from jaxft.report import progress_bar
-from pallas_kernels.report import picked
-
-Sections = Mapping[str, Sequence[tuple[str, object]]]
 
 
 @dataclass(frozen=True)
@@ -195,96 +189,3 @@ def _fingerprint(examples: Sequence[Example]) -> str:
         digest.update(example.input_ids.tobytes())
         digest.update(example.supervised.tobytes())
     return digest.hexdigest()
-
-
-def preflight(
-    config: TrainConfig,
-    adapter: LoraConfig,
-    model: ModelConfig,
-    data: Data,
-    dtype: str,
-    start: int,
-) -> Sections:
-    """What the run will do, for `report.print_preflight`."""
-    numbers, loader = data.statistics, data.train
-    device = jax.devices()[0]
-    sections: dict[str, list[tuple[str, object]]] = {
-        "model": [
-            ("base", config.model_name_or_path + _where(config)),
-            ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
-            ("trainable", _adapter(adapter, model)),
-        ],
-        "data": [
-            ("documents", _documents(numbers.documents, numbers.dropped, numbers.truncated)),
-            (
-                "tokens an epoch",
-                f"{numbers.tokens:,}, {numbers.supervised_share:.1%} supervised",
-            ),
-            (
-                "rows an epoch",
-                f"{numbers.rows_per_epoch:,} of {loader.shape[2]:,} tokens, "
-                f"{numbers.packing_efficiency:.1%} full",
-            ),
-            ("longest", f"{numbers.longest:,} tokens ({numbers.longest_origin})"),
-            ("answers end in", ", ".join(f"{t!r} {share:.0%}" for t, share in numbers.endings)),
-        ],
-        "run": [
-            (
-                "updates",
-                f"{loader.num_steps:,} of {loader.shape[0]} x {loader.shape[1]} rows"
-                + (f", from {start:,} on" if start else ""),
-            ),
-            ("kernels", _kernels()),
-            ("output", config.output_dir),
-        ],
-    }
-    if len(data.sources) > 1:
-        parts = [f"{name} {rows:,} x {weight:g}" for name, rows, weight in data.sources]
-        sections["data"].insert(0, ("sources", ", ".join(parts)))
-    if data.evaluation:
-        sections["data"].append(
-            (
-                "held out",
-                _documents(
-                    len(data.evaluation.examples),
-                    data.held_out.dropped + data.held_out.emptied,
-                    data.held_out.truncated,
-                ),
-            )
-        )
-    return sections
-
-
-def _where(config: TrainConfig) -> str:
-    """Whoever loads the adapter looks for its base under the name given here."""
-    local = Path(config.model_name_or_path).expanduser().exists()
-    return " (local: others will not find it by this name)" if local else ""
-
-
-def _weights(config: TrainConfig) -> str:
-    if not config.load_in_4bit:
-        return "as in the checkpoint"
-    return "NF4" + (" with double quantisation" if config.use_bnb_nested_quant else "")
-
-
-def _adapter(adapter: LoraConfig, model: ModelConfig) -> str:
-    ranks = adapted_modules(adapter, model)
-    low, high = min(ranks.values()), max(ranks.values())
-    rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
-    count, all_of_them = len(ranks), len(model.projections) * len(model.layers)
-    modules = f"all {count}" if count == all_of_them else f"{count} of {all_of_them}"
-    parameters = count_parameters(adapter, model)
-    return f"{parameters:,} parameters, {rank} on {modules} projections"
-
-
-def _kernels() -> str:
-    by_name: dict[str, list[str]] = {}
-    for op, name in picked().items():
-        by_name.setdefault(name, []).append(op)
-    return "; ".join(f"{name}: {', '.join(ops)}" for name, ops in by_name.items())
-
-
-def _documents(kept: int, dropped: int, truncated: int) -> str:
-    counts = ((dropped, "too long, dropped"), (truncated, "cut"))
-    changed = [f"{count:,} {what}" for count, what in counts if count]
-    return ", ".join([f"{kept:,}", *changed])

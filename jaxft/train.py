@@ -30,7 +30,8 @@ from jaxft.metrics import Recorder
 from jaxft.model.config import ModelConfig, read_config
 from jaxft.model.decoder import Decoder
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
-from jaxft.prepare import Data, preflight, prepare_data
+from jaxft.preflight import preflight
+from jaxft.prepare import Data, prepare_data
 from jaxft.quant import Storage
 from jaxft.report import (
     StepDisplay,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,10 +130,7 @@ def parse(argv: list[str]) -> MergeConfig:
         description=DESCRIPTION,
         groups=GROUPS,
     )
-    for field in fields(MergeConfig):
-        if field.default is MISSING and field.name not in given:
-            raise UserError(f"--{field.name} is required")
-    return MergeConfig(**given)
+    return options.make(MergeConfig, given)
 
 
 def merge(config: MergeConfig) -> int:

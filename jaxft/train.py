@@ -31,7 +31,8 @@ from jaxft.model.config import ModelConfig
 from jaxft.model.decoder import Decoder
 from jaxft.model.families import read_config
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
-from jaxft.prepare import Data, preflight, prepare_data
+from jaxft.preflight import preflight
+from jaxft.prepare import Data, prepare_data
 from jaxft.quant import Storage
 from jaxft.report import (
     StepDisplay,
@@ -234,7 +235,7 @@ def _summary(config: TrainConfig, data: Data) -> dict[str, object]:
     """Facts of the run for the model card."""
     numbers = data.statistics
     return {
-        "data": config.dataset_name,
+        "data": ", ".join(config.dataset_name),
         "documents": numbers.documents,
         "tokens an epoch": numbers.tokens,
         "updates": data.train.num_steps,

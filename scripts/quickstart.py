@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
     output = given.output_dir or _new_folder(ROOT / "runs" / "quickstart")
     config = TrainConfig(
         model_name_or_path=given.model,
-        dataset_name=str(DATA / "quickstart.jsonl"),
-        eval_dataset_name=str(DATA / "quickstart_eval.jsonl"),
+        dataset_name=(str(DATA / "quickstart.jsonl"),),
+        eval_dataset_name=(str(DATA / "quickstart_eval.jsonl"),),
         output_dir=str(output),
         max_length=512,
         per_device_train_batch_size=1,

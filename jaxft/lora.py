@@ -55,13 +55,14 @@ def add_adapters(decoder: Decoder, config: LoraConfig, seed: int) -> None:
     """
     rank_of = adapted_modules(config, decoder.config)
     root = jax.random.key(seed)
+    layer_of = decoder.config.module_paths
     for modules, linear in projections(decoder):
         ranks = tuple(rank_of.get(module, 0) for module in modules)
         rank = max(ranks)
         if rank == 0:
             continue
         salt = zlib.crc32(modules[0].rpartition(".")[2].encode())
-        key = jax.random.fold_in(jax.random.fold_in(root, salt), int(modules[0].split(".")[2]))
+        key = jax.random.fold_in(jax.random.fold_in(root, salt), layer_of[modules[0]][0])
         bound = 1 / math.sqrt(linear.in_features)
         a_shape = (len(modules), rank, linear.in_features)
         a = jax.random.uniform(key, a_shape, jnp.float32, -bound, bound)
@@ -120,7 +121,8 @@ def projections(decoder: Decoder) -> Iterator[tuple[list[str], Linear]]:
             for path, module in nnx.iter_modules(layer):
                 if isinstance(module, Linear):
                     end = ".".join(map(str, path))
-                    yield [f"model.layers.{n}.{end}" for n in group.numbers(member)], module
+                    numbers = group.numbers(member)
+                    yield [f"{decoder.config.layer_path(n)}.{end}" for n in numbers], module
 
 
 def _natural(path: str) -> list:

@@ -7,7 +7,7 @@ of transformers' modules, such as `model.layers.0.self_attn.q_proj`.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxft.errors import UserError
 from jaxft.model.config import ModelConfig
@@ -119,6 +119,17 @@ def read_targets(targets: tuple[str, ...], model: ModelConfig) -> tuple[str, ...
     return targets[0] if is_pattern(targets[0]) else targets
 
 
+def exact_targets[T: LoraConfig](config: T, model: ModelConfig) -> T:
+    """The same adapters, so named that PEFT puts none into the model's other parts.
+
+    A bare q_proj would mean the projections of a vision tower too.
+    """
+    if not model.left_alone:
+        return config
+    paths = tuple(adapted_modules(config, model))
+    return replace(config, target_modules=paths, layers_to_transform=None)
+
+
 def own_names(model: ModelConfig) -> tuple[str, ...]:
     """The last parts of the projections' paths: what "all-linear" stands for."""
     return tuple(path.rpartition(".")[2] for path in model.projections)
@@ -131,7 +142,7 @@ def adapted_modules(config: LoraConfig, model: ModelConfig) -> dict[str, int]:
       UserError: a target or pattern that fits no projection, a target that is none, a layer that
         the model does not have.
     """
-    paths = dict(_projections(model))
+    paths = {path: layer for path, (layer, _) in model.module_paths.items()}
     _check_targets(config, model, paths)
     layers = _layers(config, model)
     chosen = [path for path, layer in paths.items() if layer in layers and config.targets(path)]
@@ -152,18 +163,8 @@ def adapted_modules(config: LoraConfig, model: ModelConfig) -> dict[str, int]:
 
 def count_parameters(config: LoraConfig, model: ModelConfig) -> int:
     """Trained parameters: A `[r, in]` and B `[out, r]` of each adapted projection."""
-    shapes = model.projections
-    return sum(
-        rank * sum(shapes[path.split(".", 3)[3]])
-        for path, rank in adapted_modules(config, model).items()
-    )
-
-
-def _projections(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Path and layer of every projection."""
-    for layer in range(len(model.layers)):
-        for path in model.projections:
-            yield f"model.layers.{layer}.{path}", layer
+    paths = model.module_paths
+    return sum(rank * sum(paths[path][1]) for path, rank in adapted_modules(config, model).items())
 
 
 def _check_targets(config: LoraConfig, model: ModelConfig, paths: Mapping[str, int]) -> None:
@@ -191,12 +192,17 @@ def _check_targets(config: LoraConfig, model: ModelConfig, paths: Mapping[str, i
 
 def _other_modules(model: ModelConfig) -> Iterator[str]:
     """Paths of the modules that are no projections: PEFT refuses a pattern that matches them."""
-    yield from ("model", "model.embed_tokens", "model.layers", "model.norm", "lm_head")
+    prefix = model.module_prefix
+    yield from (prefix, f"{prefix}.embed_tokens", f"{prefix}.layers", f"{prefix}.norm", "lm_head")
+    yield from (part.rstrip(".") for part in model.left_alone)
     inside = {path.rpartition(".")[0] for path in model.projections}
     inside |= {"input_layernorm", "post_attention_layernorm", "mlp.act_fn"}
+    inside |= {"self_attn.q_norm", "self_attn.k_norm"} if model.qk_norm else set()
+    post = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    inside |= post if model.post_norms else set()
     for layer in range(len(model.layers)):
-        yield f"model.layers.{layer}"
-        yield from (f"model.layers.{layer}.{name}" for name in sorted(inside))
+        yield model.layer_path(layer)
+        yield from (f"{model.layer_path(layer)}.{name}" for name in sorted(inside))
 
 
 def _layers(config: LoraConfig, model: ModelConfig) -> set[int]:

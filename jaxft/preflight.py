@@ -55,6 +55,12 @@ def preflight(
             ("output", config.output_dir),
         ],
     }
+    settled = sorted({layer.rope.settled for layer in model.layers} - {""})
+    if settled:
+        sections["model"].append(("positions", "; ".join(settled)))
+    if model.left_alone:
+        parts = ", ".join(part.rstrip(".") for part in model.left_alone)
+        sections["model"].append(("left alone", parts))
     if len(data.sources) > 1:
         parts = [f"{name} {rows:,} x {weight:g}" for name, rows, weight in data.sources]
         sections["data"].insert(0, ("sources", ", ".join(parts)))

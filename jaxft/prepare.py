@@ -59,10 +59,11 @@ def prepare_data(
     Raises:
       UserError: a file, row, token or length that cannot be trained on.
     """
-    if config.max_length > model.max_position_embeddings:
+    limit = model.length_limit
+    if limit is not None and config.max_length > limit:
         raise UserError(
-            f"--max_length {config.max_length} is more than the model's "
-            f"max_position_embeddings {model.max_position_embeddings}"
+            f"--max_length {config.max_length} is more than the model's max_position_embeddings "
+            f"{limit}"
         )
     sources = open_sources(
         config.dataset_name, config.dataset_train_split, config.dataset_config or (None,)

@@ -15,6 +15,7 @@ from jaxft.errors import UserError
 from jaxft.formats.checkpoint import Checkpoints
 from jaxft.formats.peft import WEIGHTS
 from jaxft.formats.weights import Checkpoint
+from jaxft.model.config import ModelConfig
 from jaxft.sinks import read_metrics
 
 # Options that may differ between a run and its continuation: none of them changes an update.
@@ -97,11 +98,9 @@ def _wanted_step(wish: str, steps: list[int], output: Path, path: Path) -> int:
     return int(name)
 
 
-def model_fingerprint(checkpoint: Checkpoint) -> str:
+def model_fingerprint(checkpoint: Checkpoint, model: ModelConfig) -> str:
     """Tells a base model from another of the same shape by one of its matrices."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    if name not in checkpoint.names():
-        return ""  # loading will name it
+    name = f"{next(iter(model.module_paths))}.weight"
     return hashlib.sha256(checkpoint.read(name).astype(np.float32).tobytes()).hexdigest()
 
 

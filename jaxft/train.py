@@ -25,7 +25,7 @@ from jaxft.formats.open import open_checkpoint
 from jaxft.formats.peft import AdapterConfig
 from jaxft.keeper import Keeper
 from jaxft.lora import add_adapters
-from jaxft.lora_config import adapted_modules, read_targets
+from jaxft.lora_config import adapted_modules, exact_targets, read_targets
 from jaxft.metrics import Recorder
 from jaxft.model.config import ModelConfig
 from jaxft.model.decoder import Decoder
@@ -91,7 +91,11 @@ def run(config: TrainConfig) -> int:
     data = prepare_data(config, model, checkpoint.tokenizer(), console)
     dtype = compute_dtype(config.dtype)
     identity = run_identity(
-        config, dtype.name, model_fingerprint(checkpoint), data.fingerprint, data.train.num_steps
+        config,
+        dtype.name,
+        model_fingerprint(checkpoint, model),
+        data.fingerprint,
+        data.train.num_steps,
     )
     start = find_start(config, identity)
     print_preflight(preflight(config, adapter, model, data, dtype.name, start.step), console)
@@ -217,7 +221,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _adapter_config(config: TrainConfig, model: ModelConfig) -> AdapterConfig:
-    return AdapterConfig(
+    adapter = AdapterConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
@@ -229,6 +233,7 @@ def _adapter_config(config: TrainConfig, model: ModelConfig) -> AdapterConfig:
         base_model_name_or_path=config.model_name_or_path,
         revision=config.revision,
     )
+    return exact_targets(adapter, model)
 
 
 def _summary(config: TrainConfig, data: Data) -> dict[str, object]:

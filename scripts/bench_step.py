@@ -100,6 +100,10 @@ class RandomCheckpoint:
         """Every tensor of a Llama model."""
         return frozenset(self._shapes)
 
+    def stored_name(self, name: str) -> str:
+        """The name itself."""
+        return name
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Its shape."""
         return self._shapes[name]

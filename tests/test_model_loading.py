@@ -143,7 +143,7 @@ def test_layers_of_two_dtypes_are_named(untied):
         ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "'no'"]),
         ({"rope_parameters": [1]}, ["rope_parameters", "[1]"]),
         ({"rope_parameters": {"rope_theta": -4}}, ["rope_theta", "-4"]),
-        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, ["factor", "None"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, ["lacks 'factor'"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ["factor", "0"]),
     ],
 )

@@ -110,6 +110,10 @@ class GgufFile:
         """Hugging Face names of all tensors."""
         return frozenset(self._tensors)
 
+    def stored_name(self, name: str) -> str:
+        """Hugging Face's name itself."""
+        return name
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in Hugging Face's order; GGUF stores the fastest axis first."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))

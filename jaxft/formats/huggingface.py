@@ -38,26 +38,49 @@ class HuggingFaceFolder:
             read_json(generation) if generation.is_file() else None
         )
         self._tensors = _locate(self.path)
+        self._stored = {_module_name(name): name for name in self._tensors}
 
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._tensors)
+        """Names of all tensors, as transformers' model has them."""
+        return frozenset(self._stored)
+
+    def stored_name(self, name: str) -> str:
+        """The name of a tensor in the folder's files."""
+        return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape from the header."""
-        return self._tensors[name].shape
+        return self._tensors[self._stored[name]].shape
 
     def dtype(self, name: str) -> np.dtype:
         """Stored dtype from the header."""
-        return float_dtype(name, self._tensors[name])
+        return float_dtype(name, self._tensors[self._stored[name]])
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, memory-mapped and copied; float32, float16 or bfloat16."""
-        return read_float_tensor(name, self._tensors[name])
+        stored = self._stored[name]
+        return read_float_tensor(stored, self._tensors[stored])
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of tokenizer.json with the folder's special tokens and chat template."""
         return folder_tokenizer(self.path)
+
+
+# Files of models with a vision part name tensors by an older structure of those models.
+_RENAMED = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+
+
+def _module_name(stored: str) -> str:
+    """A tensor's name in transformers' model, from the one in the files."""
+    for old, new in _RENAMED:
+        if stored.startswith(old):
+            return new + stored.removeprefix(old)
+    return stored
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jaxft.model.families import read_config
 from jaxft.model.layer import Group, Layer
 from jaxft.quant import NF4, Dense, Storage
 
-HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 # Old converters wrote these; the model works its frequencies out from config.json.
 DERIVED = ("rotary_emb.inv_freq",)
 
@@ -45,17 +45,18 @@ def load_decoder(
     abstract = nnx.eval_shape(lambda: _blank(config, storage))
     structure, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
-    _check(dict(_wanted(abstract, flat)), checkpoint)
+    _check(dict(_wanted(abstract, flat)), config, checkpoint)
     tensors: dict[tuple, Any] = {}
     loaded = 0
     for path in flat:
         if path[0] != "groups":
-            tensors[path] = storage.other(jnp.asarray(checkpoint.read(_outer_name(path))))
+            name = _outer_name(config, path)
+            tensors[path] = storage.other(jnp.asarray(checkpoint.read(name)))
     for number, group in enumerate(abstract.groups):
         paths = [path for path in flat if path[:2] == ("groups", number)]
         for i in range(group.size):
             for path in paths:
-                name = _layer_name(group, i, path)
+                name = _layer_name(config, group, i, path)
                 value = _stored(checkpoint.read(name), flat[path].get_value(), storage)
                 if i == 0:
                     tensors[path] = _room(value, group.size)
@@ -73,7 +74,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
       UserError: a tensor that is missing, left over or of another shape, by its name.
     """
     config = settle_head(read_config(checkpoint.config), checkpoint)
-    _check(tensor_shapes(config), checkpoint)
+    _check(tensor_shapes(config), config, checkpoint)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -90,9 +91,10 @@ def settle_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     both are equal they stay tied; where they differ the head is a matrix of its own, as
     transformers 5 reads it.
     """
-    if not config.tie_word_embeddings or not {HEAD, TABLE} <= checkpoint.names():
+    table = f"{config.module_prefix}.embed_tokens.weight"
+    if not config.tie_word_embeddings or not {HEAD, table} <= checkpoint.names():
         return config
-    same = np.array_equal(checkpoint.read(HEAD), checkpoint.read(TABLE))
+    same = np.array_equal(checkpoint.read(HEAD), checkpoint.read(table))
     return replace(config, tie_word_embeddings=same)
 
 
@@ -133,15 +135,15 @@ def patterns(layers: Sequence[Hashable], longest: int = 8) -> Iterator[tuple[int
         first += covered
 
 
-def _outer_name(path: tuple) -> str:
+def _outer_name(config: ModelConfig, path: tuple) -> str:
     """The checkpoint's name of a tensor outside the layers."""
     name = ".".join(path)
-    return name if path[0] == "lm_head" else f"model.{name}"
+    return name if path[0] == "lm_head" else f"{config.module_prefix}.{name}"
 
 
-def _layer_name(group: Group, i: int, path: tuple) -> str:
+def _layer_name(config: ModelConfig, group: Group, i: int, path: tuple) -> str:
     """The checkpoint's name of repetition i of a tensor `("groups", g, "members", member, ...)`."""
-    return ".".join(("model.layers", str(group.numbers(path[3])[i]), *path[4:]))
+    return ".".join((config.layer_path(group.numbers(path[3])[i]), *path[4:]))
 
 
 def _wanted(decoder: Decoder, flat: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -149,7 +151,7 @@ def _wanted(decoder: Decoder, flat: dict) -> Iterator[tuple[str, tuple[int, ...]
     for path, variable in flat.items():
         value = variable.get_value()
         if path[0] != "groups":
-            yield _outer_name(path), value.shape
+            yield _outer_name(decoder.config, path), value.shape
             continue
         group = decoder.groups[path[1]]
         match value:
@@ -160,10 +162,10 @@ def _wanted(decoder: Decoder, flat: dict) -> Iterator[tuple[str, tuple[int, ...]
             case _:
                 shape = value.shape[1:]
         for i in range(group.size):
-            yield _layer_name(group, i, path), shape
+            yield _layer_name(decoder.config, group, i, path), shape
 
 
-def _check(wanted: dict[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
+def _check(wanted: dict[str, tuple[int, ...]], config: ModelConfig, checkpoint: Checkpoint) -> None:
     names = checkpoint.names()
     for name, shape in wanted.items():
         if name not in names:
@@ -175,7 +177,7 @@ def _check(wanted: dict[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
             )
     tied = {HEAD} if HEAD not in wanted else set()  # equal to the table: `settle_head` looked
     for name in sorted(names - wanted.keys() - tied):
-        if not name.endswith(DERIVED):
+        if not name.endswith(DERIVED) and not name.startswith(config.left_alone):
             raise UserError(f"{checkpoint.source}: tensor {name} has no place in this model")
 
 

@@ -123,7 +123,14 @@ def save_merged(
                 f"{free / 1e9:.2f} GB left"
             )
         make = _Maker(checkpoint, config, adapters, tensors, how, model)
-        files = write_tensors(temporary, tensors, make, how.max_shard_size, progress)
+        named = {checkpoint.stored_name(name): name for name in tensors}
+        files = write_tensors(
+            temporary,
+            {stored: tensors[name] for stored, name in named.items()},
+            lambda stored: make(named[stored]),
+            how.max_shard_size,
+            progress,
+        )
         write_json(temporary / "config.json", raw)
         _write_tokenizer(temporary, checkpoint)
         _write_generation(temporary, checkpoint, stops)
@@ -201,7 +208,7 @@ def _rounded(exact: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 def _is_projection(path: str, model: ModelConfig) -> bool:
     """Whether training on an NF4 base quantises this module's weight."""
-    return path.startswith("model.layers.") and path.split(".", 3)[3] in model.projections
+    return path in model.module_paths
 
 
 def _check_rope(checkpoint: Checkpoint) -> None:

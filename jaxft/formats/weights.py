@@ -30,6 +30,10 @@ class Checkpoint(Protocol):
         """Hugging Face tensor names: `model.layers.0.self_attn.q_proj.weight`, ..."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """The name under which a folder of the same model holds a tensor."""
+        ...
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor as `read` gives it, from the header alone."""
         ...

@@ -32,8 +32,8 @@ class ModelConfig:
       qk_norm: queries and keys are normalised per head before RoPE.
       post_norms: attention and feed-forward are normalised after as well as before.
       qkv_bias, o_bias, mlp_bias: which projections have a bias.
-      module_prefix: of the decoder's modules in transformers' model, `model`.
-      tensor_prefix: of its tensors in the checkpoint's files.
+      module_prefix: path of the decoder in transformers' model; adapters are named by it.
+      left_alone: prefixes of tensors that belong to other parts of the checkpoint (vision).
     """
 
     model_type: str
@@ -58,6 +58,28 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    module_prefix: str = "model"
+    left_alone: tuple[str, ...] = ()
+
+    @property
+    def module_paths(self) -> dict[str, tuple[int, tuple[int, int]]]:
+        """Layer and shape (out, in) of every projection, by its path in transformers' model."""
+        return {
+            f"{self.layer_path(number)}.{path}": (number, shape)
+            for number in range(len(self.layers))
+            for path, shape in self.projections.items()
+        }
+
+    @property
+    def length_limit(self) -> int | None:
+        """Longest text that the model can read; None where its RoPE grows with the length."""
+        return (
+            None if any(layer.rope.grows for layer in self.layers) else self.max_position_embeddings
+        )
+
+    def layer_path(self, number: int) -> str:
+        """Path of a layer in transformers' model."""
+        return f"{self.module_prefix}.layers.{number}"
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:

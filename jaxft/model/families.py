@@ -6,6 +6,7 @@ the table of tests/test_model_families.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxft.errors import UserError
@@ -101,6 +102,29 @@ def _gemma3(fields: Fields, length: int | None) -> ModelConfig:
     )
 
 
+def _gemma3_with_vision(fields: Fields, length: int | None) -> ModelConfig:
+    """The text part of a `Gemma3ForConditionalGeneration`."""
+    text = fields.get("text_config", {})
+    if not isinstance(text, dict):
+        raise UserError(f"config.json: text_config must be an object, it is {text!r}")
+    # what transformers' text class takes where the file says nothing
+    sizes = {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+    }
+    tied = fields.flag("tie_word_embeddings", Fields(text).flag("tie_word_embeddings", True))
+    content = {**sizes, **text, "model_type": "gemma3", "tie_word_embeddings": tied}
+    return replace(
+        _gemma3(Fields(content), length),
+        module_prefix="model.language_model",
+        left_alone=("model.vision_tower.", "model.multi_modal_projector."),
+    )
+
+
 FAMILIES: dict[str, Callable[[Fields, int | None], ModelConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -109,6 +133,7 @@ FAMILIES: dict[str, Callable[[Fields, int | None], ModelConfig]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma3": _gemma3_with_vision,
 }
 
 

@@ -7,7 +7,7 @@ frequencies alone and in a pack.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,13 @@ class Rope:
       inv_freq: radians per position, one for each pair of a head's elements.
       attention_factor: factor on cosine and sine.
       settled: what was chosen for the run's length, for the report; "" where nothing was.
+      grows: it takes texts of any length.
     """
 
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
     settled: str = ""
+    grows: bool = False
 
     def array(self) -> np.ndarray:
         """float32 `[head_dim / 2]`."""
@@ -144,7 +146,7 @@ def _dynamic(request: _Request) -> Rope:
     growth = factor * length / longest - (factor - 1)
     theta = request.theta * growth ** (request.head_dim / (request.head_dim - 2))
     settled = f"dynamic RoPE for {length:,} tokens: base {theta:.6g}"
-    return _rope(request.base(theta), settled=settled)
+    return replace(_rope(request.base(theta), settled=settled), grows=True)
 
 
 def _yarn(request: _Request) -> Rope:
@@ -153,9 +155,9 @@ def _yarn(request: _Request) -> Rope:
     factor = request.number("factor", request.longest / original)
     attention = request.fields.get("attention_factor")
     if attention is None:
-        both = [request.fields.get(name) for name in ("mscale", "mscale_all_dim")]
-        if all(both):
-            attention = _sharpness(factor, both[0]) / _sharpness(factor, both[1])
+        if request.fields.get("mscale") and request.fields.get("mscale_all_dim"):
+            mscale, all_dim = request.number("mscale"), request.number("mscale_all_dim")
+            attention = _sharpness(factor, mscale) / _sharpness(factor, all_dim)
         else:
             attention = _sharpness(factor)
 

@@ -11,7 +11,8 @@ from gguf import GGMLQuantizationType as GgmlType
 from tokenizers.pre_tokenizers import ByteLevel
 
 from jaxft.errors import UserError
-from jaxft.formats.gguf import GgufFile, recover_rope_scaling, unpermute
+from jaxft.formats.gguf import GgufFile, recover_rope_scaling
+from jaxft.formats.gguf_tensors import unpermute
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 96, 4, 2, 16, 320
 LAYER_TENSORS = {  # Hugging Face name, GGUF name, shape

@@ -1,18 +1,9 @@
 """From what the user calls a model to a checkpoint: a folder, a GGUF file or a hub id."""
 
-import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from jaxft.errors import UserError
+from jaxft.formats.hub import HUB_ID, download
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.weights import Checkpoint
 
@@ -42,27 +33,7 @@ def open_checkpoint(model_name_or_path: str, revision: str | None = None) -> Che
         raise UserError(
             f"{path.absolute()}: is a file; give the model's folder, a .gguf file or a hub id"
         )
-    hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model_name_or_path, re.ASCII)
-    if path.is_dir() or not hub_id:
+    if path.is_dir() or not HUB_ID.fullmatch(model_name_or_path):
         return HuggingFaceFolder(path, model_name_or_path)
-    return HuggingFaceFolder(_download(model_name_or_path, revision), model_name_or_path)
-
-
-def _download(repo_id: str, revision: str | None) -> str:
-    """Folder of the hub model in the local cache, downloaded where it is not there yet."""
-    where = f"{repo_id}@{revision}" if revision else repo_id
-    try:
-        return snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES)
-    except GatedRepoError:
-        reason = "access to it must be requested on its page; then log in with 'hf auth login'"
-    except RepositoryNotFoundError:
-        reason = "the hub has no such model, or it is private ('hf auth login')"
-    except RevisionNotFoundError:
-        reason = "the hub has no such revision"
-    except LocalEntryNotFoundError:
-        reason = "the hub cannot be reached and there is no complete offline copy in its cache"
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-    raise UserError(
-        f"{where}: no local folder {Path(repo_id).absolute()}, and as a hub id: {reason}"
-    )
+    folder = download(model_name_or_path, revision, "model", _HUB_FILES)
+    return HuggingFaceFolder(folder, model_name_or_path)

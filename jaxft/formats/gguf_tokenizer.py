@@ -183,6 +183,11 @@ def _sentencepiece(
         raise fields.fault("scores", f"({len(scores)}) does not fit the {len(tokens)} tokens")
     if unknown is None and not vocab.keys() >= _BYTES:
         raise fields.fault("tokens", "has neither a token for every byte nor an unknown token")
+    if {
+        "\t\t",
+        "<0x09>",
+    } <= vocab.keys() and "\t" not in vocab:  # Gemma 1: tabs reach no merge else
+        vocab["\t"] = vocab.pop("<0x09>")
     tokenizer = Tokenizer(
         BPE(
             vocab=vocab,
@@ -211,21 +216,24 @@ def _sentencepiece(
 def _merges(
     vocab: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, those of high score first.
+    """Every way to make a token of two others, in the order in which merges are tried.
 
-    User-defined tokens come before all others, as SentencePiece has it; converters give them a
-    score of -1000. Among the ways to make one token, and among tokens of one score, longer left
-    halves come first, as in the tokenizer.json of Gemma 2 and 3.
+    User-defined tokens come first, long ones before short ones, as SentencePiece has it (converters
+    give them a score of -1000); then the others by their score. Where scores are equal, as for
+    Llama 2's runs of spaces, ids decide, as in the tokenizer.json of those models.
     """
-    ways: list[tuple[float, int, int, str, str]] = []
+    ways: list[tuple[tuple[float, int, int, int], str, str]] = []
     for token, i in vocab.items():
-        score = float("inf") if types[i] == _USER_DEFINED else scores[i]
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:
-                ways.append((-score, -len(left), -len(right), left, right))
-    ways.sort(key=lambda way: way[:3])
-    return [(left, right) for *_, left, right in ways]
+                if types[i] == _USER_DEFINED:
+                    order = (float("-inf"), -len(left), -len(right), i)
+                else:
+                    order = (-scores[i], i, vocab[left], vocab[right])
+                ways.append((order, left, right))
+    ways.sort()
+    return [(left, right) for _, left, right in ways]
 
 
 def _post_processor(

@@ -124,7 +124,7 @@ def test_offline_copy_of_the_hub_is_used(tmp_path, monkeypatch):
     write_single(repository / "snapshots" / commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(
-        "jaxft.formats.open.snapshot_download",
+        "jaxft.formats.hub.snapshot_download",
         lambda *args, **kwargs: snapshot(*args, cache_dir=tmp_path, **kwargs),
     )
     from huggingface_hub import snapshot_download as snapshot

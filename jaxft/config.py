@@ -6,13 +6,12 @@ LoraConfig where those have the option; the defaults are chosen for QLoRA.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jaxft import options
-from jaxft.errors import UserError
-from jaxft.lora_config import check_lora_options
+from jaxft.config_checks import check
 from jaxft.options import option
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -117,18 +116,41 @@ class TrainConfig:
         "Worth trying from rank 64 on.",
     )
 
-    dataset_name: str = option(
+    dataset_name: tuple[str, ...] = option(
         group="data",
-        metavar="PATH",
-        help="Training data: a .jsonl file, or a folder that holds one for each split. A line is "
-        "an object with messages, or prompt and completion, or instruction (input) and output, or "
-        "text.",
+        metavar="PATH ...",
+        help="Training data, one source or several: a file (.jsonl, .json, .csv, .tsv, each also "
+        "with .gz or .zst behind it; .parquet, .arrow), a folder, a glob in quotes such as "
+        "'data/*.jsonl', or a hub data set (org/name, org/name@revision). The columns are "
+        "messages, or conversations (ShareGPT), or prompt and completion, or instruction (input) "
+        "and output, or text.",
     )
-    dataset_train_split: str = option(
-        "train",
+    dataset_config: tuple[str, ...] | None = option(
+        None,
         group="data",
-        help="Split to train on when dataset_name is a folder: train means its train.jsonl. A "
-        "single file is one split named train.",
+        help="Configuration of a data set that has several, one for all sources or one for each; "
+        "default is the name for none. It holds in eval_dataset_name for the same names.",
+    )
+    dataset_train_split: tuple[str, ...] = option(
+        ("train",),
+        group="data",
+        metavar="SPLIT ...",
+        help="Split to train on, one for all sources or one for each: train, 'train[:10%]', "
+        "'train[100:200]', train+test. A single file or a glob is one split, named train.",
+    )
+    dataset_test_split: tuple[str, ...] = option(
+        ("test",),
+        group="data",
+        metavar="SPLIT ...",
+        help="Split of eval_dataset_name to evaluate on, written in the same way. There a single "
+        "file or a glob goes by both names, test and train.",
+    )
+    dataset_weights: tuple[float, ...] | None = option(
+        None,
+        group="data",
+        help="How often an epoch holds the rows of each source, one number for each: 1 is once "
+        "(as without this option), 2 is twice, 0.5 is half of them, at random but the same in "
+        "every epoch.",
     )
     dataset_text_field: str = option(
         "text",
@@ -155,17 +177,19 @@ class TrainConfig:
         help="What happens to a document longer than max_length: stop and name it, leave it out, "
         "or cut its end off. The report before training counts what was dropped or cut.",
     )
-    eval_dataset_name: str | None = option(
+    eval_dataset_name: tuple[str, ...] | None = option(
         None,
         group="data",
-        metavar="PATH",
-        help="Held-out .jsonl file in the same layouts, for eval_loss.",
+        metavar="PATH ...",
+        help="Held-out data for eval_loss, named like dataset_name. It may be the same data set: "
+        "its split is dataset_test_split then.",
     )
     eval_split_ratio: float = option(
         0.0,
         group="data",
         help="Share of the training rows to hold out for eval_loss when there is no "
-        "eval_dataset_name; 0.05 is usual. The choice of rows depends on the seed alone.",
+        "eval_dataset_name; 0.05 is usual. The choice of rows depends on the seed alone, and is "
+        "made before dataset_weights repeats any.",
     )
 
     num_train_epochs: float = option(
@@ -283,7 +307,6 @@ class TrainConfig:
         help="Send the metrics to TensorBoard or Weights & Biases too; install the extra of that "
         "name first.",
     )
-
     dry_run: bool = option(
         False,
         group="output",
@@ -293,75 +316,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Reads every field by the one set of rules, then checks ranges and combinations."""
         options.normalise(self)
-        _check_ranges(self)
-        _check_combinations(self)
-
-
-# Inclusive lower bounds.
-_AT_LEAST: dict[str, float] = {
-    "lora_r": 1,
-    "max_length": 2,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "warmup_steps": 0,
-    "weight_decay": 0,
-    "max_grad_norm": 0,
-    "seed": 0,
-    "logging_steps": 1,
-    "eval_steps": 1,
-    "save_steps": 1,
-    "save_total_limit": 1,
-}
-_ABOVE_ZERO = ("lora_alpha", "num_train_epochs")
-_SHARES = ("lora_dropout", "eval_split_ratio")
-
-
-def _check_ranges(config: TrainConfig) -> None:
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if value is None:
-            continue
-        if name in _AT_LEAST and value < _AT_LEAST[name]:
-            raise UserError(f"--{name} must be at least {_AT_LEAST[name]:g}, got {value}")
-        if name in _ABOVE_ZERO and value <= 0:
-            raise UserError(f"--{name} must be above 0, got {value:g}")
-        if name in _SHARES and not 0 <= value < 1:
-            raise UserError(f"--{name} must be at least 0 and below 1, got {value:g}")
-        if value == "":
-            raise UserError(f"--{name} must not be empty")
-        if isinstance(value, int) and value >= 2**31 and name != "seed":
-            raise UserError(f"--{name} must be below 2**31, got {value}")
-    if config.max_steps != -1 and config.max_steps < 1:
-        raise UserError(
-            f"--max_steps must be at least 1, or -1 for whole epochs, got {config.max_steps}"
-        )
-    if config.seed >= 2**32:
-        raise UserError(f"--seed must be below 2**32, got {config.seed}")
-
-
-def _check_combinations(config: TrainConfig) -> None:
-    check_lora_options(
-        config.lora_target_modules,
-        config.layers_to_transform,
-        config.rank_pattern or {},
-        config.alpha_pattern or {},
-    )
-    if config.eval_dataset_name is not None and config.eval_split_ratio > 0:
-        raise UserError(
-            f"--eval_dataset_name {config.eval_dataset_name} and --eval_split_ratio "
-            f"{config.eval_split_ratio:g} both name evaluation data: give one of them"
-        )
-    if config.eval_steps and config.eval_dataset_name is None and config.eval_split_ratio == 0:
-        raise UserError(
-            f"--eval_steps {config.eval_steps} has no evaluation data: "
-            "add --eval_dataset_name or --eval_split_ratio"
-        )
-    if config.load_best_model_at_end and config.eval_steps is None:
-        raise UserError(
-            "--load_best_model_at_end chooses among evaluated updates: add --eval_steps"
-        )
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,23 +346,15 @@ def parse(argv: Sequence[str]) -> TrainConfig:
         groups={"config": "A file of options.", **GROUPS},
     )
     path = given.pop("config", None)
-    return _make(({} if path is None else options.read_yaml(TrainConfig, path)) | given)
+    given = ({} if path is None else options.read_yaml(TrainConfig, path)) | given
+    return options.make(TrainConfig, given)
 
 
 def from_yaml(path: str | Path) -> TrainConfig:
     """The run described by a YAML file alone; UserError as `parse`."""
-    return _make(options.read_yaml(TrainConfig, path))
+    return options.make(TrainConfig, options.read_yaml(TrainConfig, path))
 
 
 def to_yaml(config: TrainConfig) -> str:
     """All options of a run as YAML text, which `from_yaml` reads back to an equal config."""
     return options.dump_yaml(config)
-
-
-def _make(given: dict[str, Any]) -> TrainConfig:
-    for field in fields(TrainConfig):
-        if field.default is MISSING and field.name not in given:
-            raise UserError(
-                f"--{field.name} is required, on the command line or in the --config file"
-            )
-    return TrainConfig(**given)

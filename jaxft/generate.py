@@ -6,9 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from transformers import PreTrainedTokenizerFast
 
-from jaxft.formats.weights import Checkpoint
 from jaxft.model.decoder import Decoder
 
 
@@ -37,17 +35,6 @@ def generate(
             break
         answer.append(token)
     return answer
-
-
-def stop_tokens(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """Ids that end an answer: the generation config's, the config's, the tokenizer's EOS."""
-    stop: set[int] = set()
-    for source in (checkpoint.generation_config or {}, checkpoint.config):
-        ids = source.get("eos_token_id")
-        stop.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    if isinstance(tokenizer.eos_token_id, int):
-        stop.add(tokenizer.eos_token_id)
-    return frozenset(stop)
 
 
 def _stream(

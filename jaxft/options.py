@@ -314,6 +314,14 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     return given
 
 
+def make[T](cls: type[T], given: Mapping[str, Any]) -> T:
+    """The config of these options; UserError where one that is required is not among them."""
+    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        if field.default is dataclasses.MISSING and field.name not in given:
+            raise UserError(f"--{field.name} is required")
+    return cls(**given)
+
+
 def dump_yaml(config: Any) -> str:
     """The fields of a config as YAML that `read_yaml` reads back to the same values."""
     values = {

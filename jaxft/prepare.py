@@ -1,11 +1,9 @@
 """Everything about a run's data that is known before the model is loaded."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
 import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
@@ -17,19 +15,16 @@ from jaxft.data.examples import (
     OverflowReport,
     apply_overflow,
     check_token_ids,
+    repeat_examples,
     split_examples,
 )
 from jaxft.data.layouts import detect
 from jaxft.data.loader import Loader
 from jaxft.data.report import Statistics, statistics
-from jaxft.data.sources import read_rows, resolve
+from jaxft.data.sources import Source, open_sources
 from jaxft.errors import UserError
-from jaxft.lora_config import LoraConfig, adapted_modules, count_parameters
 from jaxft.model.config import ModelConfig
 from jaxft.report import progress_bar
-from pallas_kernels.report import picked
-
-Sections = Mapping[str, Sequence[tuple[str, object]]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +37,7 @@ class Data:
       held_out: what the length limit did to the held-out rows.
       statistics: of an epoch of training.
       fingerprint: of the training rows in their order, as token ids and masks.
+      sources: name, rows and weight of each; an epoch holds rows times weight.
     """
 
     train: Loader
@@ -49,6 +45,7 @@ class Data:
     held_out: OverflowReport
     statistics: Statistics
     fingerprint: str
+    sources: Sequence[tuple[str, int, float]]
 
 
 def prepare_data(
@@ -67,21 +64,21 @@ def prepare_data(
             f"--max_length {config.max_length} is more than the model's "
             f"max_position_embeddings {model.max_position_embeddings}"
         )
-    source = resolve(config.dataset_name, config.dataset_train_split)
-    rows, overflow = _examples(config, model, tokenizer, source, console)
+    sources = open_sources(
+        config.dataset_name, config.dataset_train_split, config.dataset_config or (None,)
+    )
+    evaluated = _evaluation_sources(config)  # looked up before anything is read
+    _check_apart(sources, evaluated)
+    groups, overflow = _examples(config, model, tokenizer, sources, console)
     held_out: list[Example] = []
     changed = OverflowReport()
     if config.eval_split_ratio:
-        rows, held_out = split_examples(rows, config.eval_split_ratio, config.seed)
-    elif config.eval_dataset_name:
-        if Path(config.eval_dataset_name).expanduser().is_dir():
-            raise UserError(
-                f"--eval_dataset_name {config.eval_dataset_name} is a folder: name the file in it "
-                "that holds the held-out rows"
-            )
-        held_out, changed = _examples(
-            config, model, tokenizer, resolve(config.eval_dataset_name), console
-        )
+        groups, held_out = _hold_out(groups, config)
+    elif evaluated:
+        others, changed = _examples(config, model, tokenizer, evaluated, console)
+        held_out = [example for group in others for example in group]
+    weights = config.dataset_weights or (1.0,) * len(sources)
+    rows = _weighted(groups, weights, config)
     train = Loader(
         rows,
         max_length=config.max_length,
@@ -102,25 +99,87 @@ def prepare_data(
             shuffle=False,
         )
     numbers = statistics(train, tokenizer, overflow)
-    return Data(train, evaluation, changed, numbers, _fingerprint(rows))
+    sizes = [(name, len(group)) for name, group in zip(config.dataset_name, groups, strict=True)]
+    notes = [(*size, weight) for size, weight in zip(sizes, weights, strict=True)]
+    return Data(train, evaluation, changed, numbers, _fingerprint(rows), notes)
+
+
+def _evaluation_sources(config: TrainConfig) -> list[Source]:
+    """Sources of the held-out rows; the training data's configuration where it is the same set."""
+    names = config.eval_dataset_name or ()
+    given = config.dataset_config or (None,)
+    trained = config.dataset_name
+    known = dict(zip(trained, given * (len(trained) if len(given) == 1 else 1), strict=True))
+    configurations = [known.get(name) for name in names]
+    return open_sources(names, config.dataset_test_split, configurations, also="test")
+
+
+def _check_apart(sources: Sequence[Source], evaluated: Sequence[Source]) -> None:
+    """A file is one split whatever it is called: its rows would be trained on and evaluated."""
+    trained = {file for source in sources for file in source.whole_files()}
+    for source in evaluated:
+        shared = sorted(trained & source.whole_files())
+        if shared:
+            raise UserError(
+                f"--eval_dataset_name {source.name}: {shared[0].name} is trained on as a whole, so "
+                "no row of it is held out: use --eval_split_ratio, or slices of it such as "
+                "--dataset_train_split 'train[:95%]' --dataset_test_split 'train[95%:]'"
+            )
+
+
+def _hold_out(
+    groups: Sequence[list[Example]], config: TrainConfig
+) -> tuple[list[list[Example]], list[Example]]:
+    """The groups without a share of all their examples, and that share."""
+    everything = [example for group in groups for example in group]
+    kept, held_out = split_examples(everything, config.eval_split_ratio, config.seed)
+    trained = set(map(id, kept))
+    return [[e for e in group if id(e) in trained] for group in groups], held_out
+
+
+def _weighted(
+    groups: Sequence[Sequence[Example]], weights: Sequence[float], config: TrainConfig
+) -> list[Example]:
+    """Examples of an epoch: those of every source as often as its weight says."""
+    rows: list[Example] = []
+    for index, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+        name = config.dataset_name[index]
+        if not group:
+            raise UserError(f"data set {name!r}: --eval_split_ratio held out all of its rows")
+        if not round(weight * len(group)):
+            raise UserError(
+                f"data set {name!r}: --dataset_weights {weight:g} leaves none of its "
+                f"{len(group)} rows"
+            )
+        rows += repeat_examples(group, weight, (config.seed, index))
+    return rows
 
 
 def _examples(
     config: TrainConfig,
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerFast,
-    path: Path,
+    sources: Sequence[Source],
     console: Console,
-) -> tuple[list[Example], OverflowReport]:
-    rows = read_rows(path)
-    unused = detect(rows, config.dataset_text_field).unused
-    if unused:
-        text = f"note: {path.name}: columns not used: {', '.join(unused)}"
-        console.print(text, soft_wrap=True)
-    with progress_bar(f"tokenizing {path.name}", console) as progress:
-        examples = encode(rows, tokenizer, text_field=config.dataset_text_field, progress=progress)
-    check_token_ids(examples, tokenizer, model.vocab_size)
-    return apply_overflow(examples, config.max_length, config.overflow)
+) -> tuple[list[list[Example]], OverflowReport]:
+    """Examples of each source; a source's rows are gone before the next one's are read."""
+    groups: list[list[Example]] = []
+    total = OverflowReport()
+    for source in sources:
+        rows = source.read()
+        unused = detect(rows, config.dataset_text_field).unused
+        if unused:
+            text = f"note: {source.title}: columns not used: {', '.join(unused)}"
+            console.print(text, soft_wrap=True)
+        with progress_bar(f"tokenizing {source.title}", console) as progress:
+            field = config.dataset_text_field
+            examples = encode(rows, tokenizer, text_field=field, progress=progress)
+        check_token_ids(examples, tokenizer, model.vocab_size)
+        examples, report = apply_overflow(examples, config.max_length, config.overflow)
+        groups.append(examples)
+        total += report
+        del rows
+    return groups, total
 
 
 def _fingerprint(examples: Sequence[Example]) -> str:
@@ -130,93 +189,3 @@ def _fingerprint(examples: Sequence[Example]) -> str:
         digest.update(example.input_ids.tobytes())
         digest.update(example.supervised.tobytes())
     return digest.hexdigest()
-
-
-def preflight(
-    config: TrainConfig,
-    adapter: LoraConfig,
-    model: ModelConfig,
-    data: Data,
-    dtype: str,
-    start: int,
-) -> Sections:
-    """What the run will do, for `report.print_preflight`."""
-    numbers, loader = data.statistics, data.train
-    device = jax.devices()[0]
-    sections: dict[str, list[tuple[str, object]]] = {
-        "model": [
-            ("base", config.model_name_or_path + _where(config)),
-            ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
-            ("trainable", _adapter(adapter, model)),
-        ],
-        "data": [
-            ("documents", _documents(numbers.documents, numbers.dropped, numbers.truncated)),
-            (
-                "tokens an epoch",
-                f"{numbers.tokens:,}, {numbers.supervised_share:.1%} supervised",
-            ),
-            (
-                "rows an epoch",
-                f"{numbers.rows_per_epoch:,} of {loader.shape[2]:,} tokens, "
-                f"{numbers.packing_efficiency:.1%} full",
-            ),
-            ("longest", f"{numbers.longest:,} tokens ({numbers.longest_origin})"),
-            ("answers end in", ", ".join(f"{t!r} {share:.0%}" for t, share in numbers.endings)),
-        ],
-        "run": [
-            (
-                "updates",
-                f"{loader.num_steps:,} of {loader.shape[0]} x {loader.shape[1]} rows"
-                + (f", from {start:,} on" if start else ""),
-            ),
-            ("kernels", _kernels()),
-            ("output", config.output_dir),
-        ],
-    }
-    if data.evaluation:
-        sections["data"].append(
-            (
-                "held out",
-                _documents(
-                    len(data.evaluation.examples),
-                    data.held_out.dropped + data.held_out.emptied,
-                    data.held_out.truncated,
-                ),
-            )
-        )
-    return sections
-
-
-def _where(config: TrainConfig) -> str:
-    """Whoever loads the adapter looks for its base under the name given here."""
-    local = Path(config.model_name_or_path).expanduser().exists()
-    return " (local: others will not find it by this name)" if local else ""
-
-
-def _weights(config: TrainConfig) -> str:
-    if not config.load_in_4bit:
-        return "as in the checkpoint"
-    return "NF4" + (" with double quantisation" if config.use_bnb_nested_quant else "")
-
-
-def _adapter(adapter: LoraConfig, model: ModelConfig) -> str:
-    ranks = adapted_modules(adapter, model)
-    low, high = min(ranks.values()), max(ranks.values())
-    rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
-    count, all_of_them = len(ranks), len(model.projections) * len(model.layers)
-    modules = f"all {count}" if count == all_of_them else f"{count} of {all_of_them}"
-    parameters = count_parameters(adapter, model)
-    return f"{parameters:,} parameters, {rank} on {modules} projections"
-
-
-def _kernels() -> str:
-    by_name: dict[str, list[str]] = {}
-    for op, name in picked().items():
-        by_name.setdefault(name, []).append(op)
-    return "; ".join(f"{name}: {', '.join(ops)}" for name, ops in by_name.items())
-
-
-def _documents(kept: int, dropped: int, truncated: int) -> str:
-    counts = ((dropped, "too long, dropped"), (truncated, "cut"))
-    changed = [f"{count:,} {what}" for count, what in counts if count]
-    return ", ".join([f"{kept:,}", *changed])

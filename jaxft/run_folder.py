@@ -30,11 +30,13 @@ FREE = frozenset(
         "save_total_limit",
         "dry_run",
         "eval_dataset_name",
+        "dataset_test_split",
         "per_device_eval_batch_size",
         # the same files may lie elsewhere by now; the data's fingerprint tells
         "model_name_or_path",
         "revision",
         "dataset_name",
+        "dataset_config",
     )
 )
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"

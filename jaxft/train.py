@@ -30,7 +30,8 @@ from jaxft.metrics import Recorder
 from jaxft.model.config import ModelConfig, read_config
 from jaxft.model.decoder import Decoder
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
-from jaxft.prepare import Data, preflight, prepare_data
+from jaxft.preflight import preflight
+from jaxft.prepare import Data, prepare_data
 from jaxft.quant import Storage
 from jaxft.report import (
     StepDisplay,
@@ -108,7 +109,11 @@ def run(config: TrainConfig) -> int:
         stopped = train(config, decoder, data, start, identity, folder, display)
     if stopped is not None:
         return 128 + stopped
-    export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data))
+    ends = data.statistics.ends
+    stops = export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data), ends)
+    if stops:
+        text = f"note: answers end in {stops}, where the base does not stop: the "
+        console.print(text + "adapter's generation_config.json adds it", soft_wrap=True)
     console.print(f"adapter written to {folder}", soft_wrap=True)
     return 0
 
@@ -229,7 +234,7 @@ def _summary(config: TrainConfig, data: Data) -> dict[str, object]:
     """Facts of the run for the model card."""
     numbers = data.statistics
     return {
-        "data": config.dataset_name,
+        "data": ", ".join(config.dataset_name),
         "documents": numbers.documents,
         "tokens an epoch": numbers.tokens,
         "updates": data.train.num_steps,

@@ -104,6 +104,10 @@ class RandomCheckpoint:
         """Its shape."""
         return self._shapes[name]
 
+    def dtype(self, name: str) -> np.dtype:
+        """bfloat16."""
+        return np.dtype(jnp.bfloat16)
+
     def read(self, name: str) -> Any:
         """Normal numbers of a trained model's size; norms are 1."""
         shape = self._shapes[name]

@@ -16,9 +16,10 @@ from jaxft import cli, train
 from jaxft.config import TrainConfig
 from jaxft.device import compute_dtype
 from jaxft.export import import_adapter
+from jaxft.formats.generation import stop_tokens
 from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
-from jaxft.generate import generate, stop_tokens
+from jaxft.generate import generate
 from jaxft.quant import Storage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +41,8 @@ def main(argv: list[str]) -> int:
     output = given.output_dir or _new_folder(ROOT / "runs" / "quickstart")
     config = TrainConfig(
         model_name_or_path=given.model,
-        dataset_name=str(DATA / "quickstart.jsonl"),
-        eval_dataset_name=str(DATA / "quickstart_eval.jsonl"),
+        dataset_name=(str(DATA / "quickstart.jsonl"),),
+        eval_dataset_name=(str(DATA / "quickstart_eval.jsonl"),),
         output_dir=str(output),
         max_length=512,
         per_device_train_batch_size=1,

@@ -1,11 +1,19 @@
 """A tiny tokenizer and chat templates for the tests of jaxft.data."""
 
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.data.examples import Example
-from jaxft.data.sources import Row
+from jaxft.data.rows import Row
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -116,3 +124,69 @@ def documents(*lengths: int, first_id: int = 10) -> list[Example]:
         examples.append(Example(ids, supervised, f"d{number}"))
         start += length
     return examples
+
+
+def pairs_of(examples: list[Example]) -> list[tuple[list[int], list[bool]]]:
+    """Token ids and labels, for comparing."""
+    return [(e.input_ids.tolist(), e.supervised.tolist()) for e in examples]
+
+
+def write_rows(path: Path, fields: list[dict]) -> Path:
+    """Rows as a file of the format and compression that its name tells."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    suffixes = [suffix for suffix in path.suffixes if suffix not in (".gz", ".zst")]
+    kind = suffixes[-1]
+    if kind in (".parquet", ".arrow"):
+        table = pa.Table.from_pylist(fields)
+        if kind == ".parquet":
+            pq.write_table(table, path, row_group_size=2)
+        else:
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as out:
+                out.write_table(table, max_chunksize=2)
+        return path
+    if kind in (".csv", ".tsv"):
+        file = io.StringIO()
+        cells = [
+            {k: v if isinstance(v, str) else json.dumps(v) for k, v in r.items()} for r in fields
+        ]
+        separator = "," if kind == ".csv" else "\t"
+        writer = csv.DictWriter(file, list(fields[0]), delimiter=separator, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(cells)
+        text = file.getvalue()
+    elif kind == ".json":
+        text = json.dumps(fields, ensure_ascii=False, indent=1)
+    else:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in fields)
+    content = text.encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    if path.suffix == ".zst":
+        with pa.output_stream(str(path), compression="zstd") as out:
+            out.write(content)
+        return path
+    path.write_bytes(content)
+    return path
+
+
+AWKWARD = [
+    "null",
+    "007",
+    "NA",
+    " 2024-01-02",
+    "1e5",
+    "TRUE",
+    '"quoted, comma"',
+    "two\nlines, and\n\na third",
+    "a\u2028b\u2029c\x85d",
+    "\U0001f600 e\u0301",
+    "tab\there",
+    "\\n \\u0041",
+    "2024-01-02T03:04:05Z",
+    "nan",
+    "[1, 2]",
+    " padded ",
+    "3.10",
+    "-0",
+    "None",
+]

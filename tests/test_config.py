@@ -133,6 +133,15 @@ def test_spellings_of_names_and_values():
         (["--save_steps", "0"], ["--save_steps", "at least 1"]),
         (["--seed", "4294967296"], ["--seed", "below 2**32"]),
         (["--eval_steps", "5"], ["--eval_steps 5", "--eval_dataset_name"]),
+        (["--dataset_weights", "1", "2"], ["--dataset_weights 1 2: 2 for 1 --dataset_name"]),
+        (["--dataset_weights", "0"], ["--dataset_weights 0: each must be above 0"]),
+        (["--dataset_weights", "-1"], ["--dataset_weights -1: each must be above 0"]),
+        (["--dataset_weights", "half"], ["--dataset_weights must be a number", "'half'"]),
+        (["--dataset_weights", "inf"], ["--dataset_weights must be finite", "'inf'"]),
+        (["--dataset_train_split", "a", "b"], ["--dataset_train_split a b: 2 for 1 data sets"]),
+        (["--dataset_config", "a", "b"], ["--dataset_config a b: 2 for 1 data sets"]),
+        (["--dataset_test_split", "dev"], ["--dataset_test_split dev", "--eval_dataset_name"]),
+        (["--dataset_name", ""], ["--dataset_name must not be empty"]),
         (
             ["--eval_dataset_name", "e", "--eval_split_ratio", "0.1"],
             ["--eval_dataset_name e", "--eval_split_ratio 0.1"],
@@ -165,7 +174,8 @@ def test_the_command_line_wins_over_yaml(tmp_path):
         "lora_target_modules: [q_proj, o_proj]\nsave_steps: null\nlora_r: 4\n",
     )
     got = config.parse(["--config", path, "--lora_r", "8", "--dataset_name", "from line"])
-    assert (got.model_name_or_path, got.dataset_name) == ("from yaml", "from line")
+    assert (got.model_name_or_path, got.dataset_name) == ("from yaml", ("from line",))
+    assert config.parse(["--config", path]).dataset_name == ("d",)
     assert (got.learning_rate, got.packing, got.lora_r) == (1e-3, False, 8)
     assert (got.gradient_checkpointing, got.lora_target_modules) == ("layer", ("q_proj", "o_proj"))
     # The command line can also give a default back.
@@ -183,6 +193,9 @@ def test_the_command_line_wins_over_yaml(tmp_path):
         ("packing: 2\n", [":1:", "packing", "true or false"]),
         ("output_dir: 12\n", [":1:", "output_dir", "text", "quotes"]),
         ("lora_target_modules: {q_proj: 1}\n", [":1:", "list of names"]),
+        ("dataset_name: 12\n", [":1:", "dataset_name", "list of names", "12"]),
+        ("dataset_weights: {a: 1}\n", [":1:", "dataset_weights must be a number"]),
+        ("dataset_weights: [1, true]\n", [":1:", "dataset_weights", "a number", "True"]),
         ("dtype: fp8\n", [":1:", "dtype", "bfloat16", "'fp8'"]),
         ("seed: 1\nseed: 2\n", [":2:", "'seed'", "twice"]),
         ("- seed\n", ["option: value"]),
@@ -214,12 +227,30 @@ def test_an_unreadable_yaml_file_is_named(tmp_path):
         ["--learning_rate", "1e-05", "--gradient_checkpointing", "false", "--packing", "no"],
         ["--lora_target_modules", "up_proj", "--output_dir", "ü 名: x", "--max_steps", "7"],
         ["--eval_split_ratio", "0.1", "--eval_steps", "3", "--dataset_text_field", "none"],
+        ["--dataset_name", "a b", "c", "--dataset_weights", "1", "0.5"],
+        ["--dataset_train_split", "train[:10%]", "--dataset_config", "main"],
+        ["--eval_dataset_name", "e", "f", "--dataset_test_split", "test", "dev[:3]"],
     ],
 )
 def test_yaml_round_trip(tmp_path, args):
     before = parse(*args)
     assert config.from_yaml(write(tmp_path, config.to_yaml(before))) == before
     assert before != parse("--seed", "1")
+
+
+def test_options_of_several_values(tmp_path):
+    got = parse("--dataset_name", "a", "b", "--dataset_weights", "1", "0.5", "--seed", "3")
+    assert (got.dataset_name, got.dataset_weights, got.seed) == (("a", "b"), (1.0, 0.5), 3)
+    assert parse("--dataset_weights", "none").dataset_weights is None
+    assert parse("--dataset_weights", "2").dataset_weights == (2.0,)
+    assert parse("--eval_dataset_name", "none").eval_dataset_name is None
+    path = write(tmp_path, "dataset_name: [a, b]\ndataset_weights: [1, 1e-1]\n")
+    given = ["--config", path, *REQUIRED[:2], *REQUIRED[4:]]
+    assert config.parse(given).dataset_weights == (1.0, 0.1)
+    path = write(tmp_path, "dataset_name: a\ndataset_weights: 2\ndataset_train_split: dev\n")
+    got = config.parse(given)
+    assert (got.dataset_name, got.dataset_weights) == (("a",), (2.0,))
+    assert got.dataset_train_split == ("dev",)
 
 
 def test_python_callers_meet_the_same_rules():

@@ -1,11 +1,19 @@
 """Checks and choices on encoded documents: ids past the table, overflow, held-out share."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from data_fixtures import documents, rows, tiny_tokenizer
 
 from jaxft.data.chat import encode
-from jaxft.data.examples import Example, apply_overflow, check_token_ids, split_examples
+from jaxft.data.examples import (
+    Example,
+    apply_overflow,
+    check_token_ids,
+    repeat_examples,
+    split_examples,
+)
 from jaxft.data.loader import Loader
 from jaxft.data.report import statistics
 from jaxft.errors import UserError
@@ -92,6 +100,23 @@ def test_split():
     for ratio in (0.0, 1.0, -1, 2):
         with pytest.raises(UserError, match="between 0 and 1"):
             split_examples(examples, ratio, seed=1)
+
+
+def test_repeat():
+    examples = documents(*[3] * 10)
+    for weight, copies, rest in ((1, 1, 0), (2, 2, 0), (0.5, 0, 5), (2.25, 2, 2), (0.3, 0, 3)):
+        got = repeat_examples(examples, weight, 7)
+        assert len(got) == copies * 10 + rest
+        counts = Counter(example.origin for example in got)
+        assert (
+            sorted(counts.values())
+            == sorted([copies + 1] * rest + [copies] * (10 - rest))[-len(counts) :]
+        )
+        assert repeat_examples(examples, weight, 7) == got
+    # Control: another seed or source takes another half.
+    halves = {tuple(e.origin for e in repeat_examples(examples, 0.5, (7, i))) for i in range(5)}
+    assert len(halves) > 1
+    assert repeat_examples(examples, 0.04, 7) == []
 
 
 def test_statistics():

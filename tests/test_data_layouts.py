@@ -10,6 +10,7 @@ from jaxft.errors import UserError
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 LAYOUTS = {
     "messages": {"messages": MESSAGES},
+    "conversations": {"conversations": MESSAGES},
     "prompt-completion": {"prompt": "q", "completion": "a"},
     "chat-pair": {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
     "instruction": {"instruction": "q", "input": "x", "output": "a"},
@@ -28,7 +29,7 @@ def test_detect(kind):
     ("fields", "reason"),
     [
         ({"question": "q", "answer": "a"}, "unknown columns; columns found: question, answer;"),
-        ({"conversations": []}, "unknown columns; columns found: conversations"),
+        ({"conversation": []}, "unknown columns; columns found: conversation"),
         ({"prompt": "q"}, "unknown columns; columns found: prompt"),
         ({}, "unknown columns; columns found: none"),
         ({"text": "t", "messages": MESSAGES}, r"several layouts \(messages, text\); columns found"),

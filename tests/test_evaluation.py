@@ -1,11 +1,14 @@
 """Evaluation through the command: the loss itself, the best update, the limit on checkpoints."""
 
+import io
 import json
+import re
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from test_train import config, lines, stop_after
 from tiny import tiny_folder, tiny_tokenizer, write_chats
 
@@ -213,6 +216,27 @@ def test_a_dry_run_writes_nothing(model, chats, tmp_path, capsys):
     assert not folder.exists()
     with pytest.raises(UserError, match="no projection"):  # it checks what a run checks
         train.run(config(model, chats, folder, dry_run=True, lora_target_modules="query"))
+
+
+def test_the_report_fits_one_screen(model, chats, held_out, tmp_path, monkeypatch):
+    """80 columns of 24 rows, with everything that can be in it."""
+    file = io.StringIO()
+    screen = Console(file=file, force_terminal=True, width=80, no_color=True, highlight=False)
+    monkeypatch.setattr(train, "make_console", lambda: screen)
+    over = {
+        "dataset_name": (str(chats), str(held_out.with_name("more.jsonl"))),
+        "dataset_weights": (2.0, 0.5),
+        "overflow": "drop",
+        "eval_split_ratio": 0.2,
+    }
+    write_chats(held_out.with_name("more.jsonl"), 9, seed=1)
+    assert train.run(config(model, chats, tmp_path / "run", dry_run=True, **over)) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    report = shown[shown.index(" model ") :]
+    for name in ("sources", "documents", "held out", "trainable", "updates", "kernels"):
+        assert f" {name} " in report
+    assert len(report.splitlines()) <= 23
+    assert max(map(len, report.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

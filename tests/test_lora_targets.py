@@ -205,7 +205,7 @@ OPTION_FAULTS = {
     "two regexes": ({"lora_target_modules": (".*q", ".*v")}, ["'.*q'", "stand alone"]),
     "all and one": ({"lora_target_modules": ("all-linear", "q_proj")}, ["stand alone"]),
     "layer twice": ({"layers_to_transform": (1, 1)}, ["each once", "1 1"]),
-    "no layer": ({"layers_to_transform": ()}, ["at least one"]),
+    "no layer": ({"layers_to_transform": ()}, ["must not be empty"]),
     "rank 0": ({"rank_pattern": {"q_proj": 0}}, ["q_proj", "at least 1"]),
     "rank half": ({"rank_pattern": {"q_proj": 1.5}}, ["q_proj", "whole number"]),
     "rank of a regex": ({"rank_pattern": {"*": 1}}, ["rank_pattern", "regular expression"]),

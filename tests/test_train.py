@@ -495,7 +495,7 @@ WRONG = {
     "unknown target": ({"lora_target_modules": "query"}, "query"),
     "too long": ({"max_length": 1024}, "--max_length 1024"),
     "rows too long": ({"max_length": 8}, "--max_length 8"),
-    "evaluation folder": ({"eval_dataset_name": ROOT / "tests"}, "is a folder"),
+    "evaluation folder": ({"eval_dataset_name": ROOT / "tests"}, "holds no data file"),
     "offload on a CPU": ({"gradient_checkpointing": "offload"}, "offload"),
     "odd digit": ({"resume_from_checkpoint": "²"}, "² is no whole checkpoint"),
     "steps past int32": ({"warmup_steps": 2**31}, "--warmup_steps"),

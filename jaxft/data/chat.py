@@ -22,7 +22,7 @@ from jaxft.data import spans
 from jaxft.data.examples import Example, make_example
 from jaxft.data.layouts import Document, Pair, Text, detect, parse
 from jaxft.data.plain import PlainEncoder
-from jaxft.data.sources import Row
+from jaxft.data.rows import Row
 from jaxft.data.turns import Chat
 from jaxft.errors import UserError
 

@@ -66,6 +66,13 @@ class OverflowReport:
     truncated: int = 0
     emptied: int = 0
 
+    def __add__(self, other: "OverflowReport") -> "OverflowReport":
+        return OverflowReport(
+            self.dropped + other.dropped,
+            self.truncated + other.truncated,
+            self.emptied + other.emptied,
+        )
+
 
 def apply_overflow(
     examples: Sequence[Example], max_length: int, overflow: Overflow = "error"
@@ -122,3 +129,15 @@ def split_examples(
         [example for example, out in zip(examples, held, strict=True) if not out],
         [example for example, out in zip(examples, held, strict=True) if out],
     )
+
+
+def repeat_examples(
+    examples: Sequence[Example], weight: float, seed: int | Sequence[int]
+) -> list[Example]:
+    """`weight` times the examples: whole copies and a random share, the same for the same seed.
+
+    0.5 is half of them in their order, 2.5 two copies and a half; a small weight may leave none.
+    """
+    copies, rest = divmod(round(weight * len(examples)), len(examples))
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(examples))[:rest])
+    return [*examples] * copies + [examples[index] for index in chosen]

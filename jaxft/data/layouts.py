@@ -4,6 +4,7 @@
 columns                     trained as
 ==========================  =================================================================
 messages                    a chat; loss on the assistant's turns
+conversations               the same in ShareGPT's words: from and value
 prompt, completion          two texts, joined as they are: no chat template, loss on the
                             completion; or two lists of messages: one chat, loss on the
                             assistant's turns of the completion
@@ -15,18 +16,19 @@ text                        one text; loss on all of it
 ==========================  =================================================================
 
 Other columns, such as an id or a source, are not used (`Layout.unused` lists them); those that
-would change what is trained, such as `tools` or `system`, are refused.
+would change what is trained, such as `tools` or `system`, are refused. A cell of messages or
+conversations that is text, as in CSV, is read as the JSON list it has to hold.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxft.data.sources import Row
-from jaxft.data.turns import Chat, parse_messages
+from jaxft.data.rows import Row
+from jaxft.data.turns import Chat, from_conversation, parse_messages, read_list
 from jaxft.errors import UserError
 
-Kind = Literal["messages", "prompt-completion", "chat-pair", "instruction", "text"]
+Kind = Literal["messages", "conversations", "prompt-completion", "chat-pair", "instruction", "text"]
 
 # Columns other trainers give a meaning that would change the tokens or the loss.
 _MEANINGFUL = frozenset(
@@ -76,7 +78,10 @@ Document = Chat | Pair | Text
 
 def accepted(text_field: str = "text") -> str:
     """The layouts in one line, for messages."""
-    return f"messages | prompt, completion | instruction, output (input) | {text_field}"
+    return (
+        "messages | conversations | prompt, completion | instruction, output (input) | "
+        f"{text_field}"
+    )
 
 
 def detect(rows: Sequence[Row], text_field: str = "text") -> Layout:
@@ -121,6 +126,8 @@ def _kind(row: Row, text_field: str) -> Kind:
     fits: list[Kind] = []
     if "messages" in columns:
         fits.append("messages")
+    if "conversations" in columns:
+        fits.append("conversations")
     if columns >= {"prompt", "completion"}:
         lists = isinstance(row.fields["prompt"], list) and isinstance(
             row.fields["completion"], list
@@ -147,6 +154,7 @@ def _columns(row: Row) -> str:
 def _used(kind: Kind, text_field: str) -> frozenset[str]:
     return {
         "messages": frozenset({"messages"}),
+        "conversations": frozenset({"conversations"}),
         "prompt-completion": frozenset({"prompt", "completion"}),
         "chat-pair": frozenset({"prompt", "completion"}),
         "instruction": frozenset({"instruction", "input", "output"}),
@@ -161,8 +169,11 @@ def parse(row: Row, layout: Layout, *, text_field: str = "text", as_chat: bool) 
     UserError naming the row for cells of another type and for empty answers.
     """
     fields = row.fields
-    if layout.kind == "messages":
-        return parse_messages(fields["messages"], row.origin)
+    if layout.kind in ("messages", "conversations"):
+        turns = read_list(fields[layout.kind], layout.kind, row.origin)
+        if layout.kind == "conversations":
+            turns = from_conversation(turns, row.origin)
+        return parse_messages(turns, row.origin)
     if layout.kind == "chat-pair":
         prompt, completion = fields["prompt"], fields["completion"]
         return parse_messages(prompt + completion, row.origin, trained_from=len(prompt))

@@ -18,6 +18,7 @@ class Statistics:
     them. packing_efficiency: share of the positions that hold a token. longest, longest_origin:
     the longest document trained. endings: text of a document's last label and the share of the
     documents that end so, the most frequent first; an end of turn or of sequence should be there.
+    ends: ids of the special and added tokens that are the last label of a document, cut ones aside.
     """
 
     documents: int
@@ -31,6 +32,7 @@ class Statistics:
     longest: int
     longest_origin: str
     endings: tuple[tuple[str, float], ...]
+    ends: tuple[int, ...]
 
     @property
     def supervised_share(self) -> float:
@@ -47,7 +49,11 @@ def statistics(
     """Statistics of a loader's examples, with the `most` frequent endings."""
     overflow = overflow or OverflowReport()
     examples = loader.examples
-    last = Counter(int(e.input_ids[e.supervised.nonzero()[0][-1]]) for e in examples)
+    labels = [int(e.input_ids[e.supervised.nonzero()[0][-1]]) for e in examples]
+    last = Counter(labels)
+    # every cut document has the greatest length; where nothing was cut, none is left out
+    cut = int(loader.lengths.max()) if overflow.truncated else None
+    ends = {label for label, e in zip(labels, examples, strict=True) if len(e) != cut}
     longest = max(examples, key=len)
     return Statistics(
         documents=len(examples),
@@ -64,4 +70,5 @@ def statistics(
             (str(tokenizer.decode([token])), count / len(examples))
             for token, count in last.most_common(most)
         ),
+        ends=tuple(sorted(ends & tokenizer.added_tokens_decoder.keys())),
     )

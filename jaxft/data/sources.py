@@ -1,80 +1,111 @@
-"""Rows of JSON Lines files, each with the file and line it came from."""
+"""Sources of rows: a data set's name, the split and configuration of it, and the rows they mean."""
 
-import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from jaxft.data.files import read_rows
+from jaxft.data.places import TRAIN, Place, find
+from jaxft.data.rows import Row
+from jaxft.data.splits import split_names, take
 from jaxft.errors import UserError
-
-DEFAULT_SPLIT = "train"
-_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a file: its JSON object and its origin, such as ``train.jsonl:12``."""
+class Source:
+    """Rows that are known to be there and not read yet.
 
-    fields: dict[str, Any]
-    origin: str
-
-
-def resolve(dataset_name: str, split: str = DEFAULT_SPLIT) -> Path:
-    """File that a data set's name and split mean.
-
-    `dataset_name` is a JSONL file (it has one split, "train") or a folder that holds
-    ``<split>.jsonl``. Raises UserError when there is no such file.
+    name: as the user gave it. files: those of each split that the expression `split` needs.
+    labels: how origins call each file.
     """
-    path = Path(dataset_name).expanduser()
-    if path.is_file():
-        if split != DEFAULT_SPLIT:
-            raise UserError(
-                f"{path} is one file and has no split {split!r}: leave the split at "
-                f"{DEFAULT_SPLIT!r} or give a folder that holds {split}.jsonl"
-            )
-        return path
-    if not path.is_dir():
-        raise UserError(f"data set {dataset_name!r}: no file or folder {path.absolute()}")
-    file = path / f"{split}.jsonl"
-    if not file.is_file():
-        found = ", ".join(sorted(p.name for p in path.glob("*.jsonl"))) or "no .jsonl file"
-        raise UserError(f"data set {dataset_name!r} has no {file.name}; the folder holds {found}")
-    return file
+
+    name: str
+    split: str
+    files: Mapping[str, Sequence[Path]]
+    labels: Mapping[Path, str]
+
+    @property
+    def title(self) -> str:
+        """Name in few letters: the file's own where it is one."""
+        files = [file for members in self.files.values() for file in members]
+        return files[0].name if len(files) == 1 else self.name
+
+    def whole_files(self) -> set[Path]:
+        """Files whose every row is taken; none where the split is an expression."""
+        return {file.resolve() for file in self.files.get(self.split, ())}
+
+    def read(self) -> list[Row]:
+        """The rows, in order; UserError naming file and row. Each file is read once."""
+        rows = {
+            split: [row for file in files for row in read_rows(file, self.labels[file])]
+            for split, files in self.files.items()
+        }
+        taken = take(self.split, rows)
+        if not taken:
+            raise UserError(f"data set {self.name!r}: split {self.split!r} holds no row")
+        return taken
 
 
-def read_rows(path: Path) -> list[Row]:
-    """All rows of a JSONL file, in order.
+def open_sources(
+    names: Sequence[str],
+    splits: Sequence[str],
+    configurations: Sequence[str | None] = (None,),
+    *,
+    also: str = TRAIN,
+) -> list[Source]:
+    """The sources of a run.
 
-    The text is UTF-8. A byte-order mark, CRLF, blank lines and a missing final newline change
-    nothing. Raises UserError, naming file and 1-based line, for a line that is not a JSON object,
-    and naming the file when it is missing or holds no row.
+    Splits and configurations: one for all, or one for each name. `also`: another name of the one
+    split that a single file or a glob is. Raises UserError for what is not there; every name is
+    looked up before any row is read.
     """
-    path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path.absolute()}: {error.strerror}") from error
-    rows = []
-    # Lines end at "\n" only: U+2028 and its like may stand inside a JSON string.
-    for number, line in enumerate(content.removeprefix(_BOM).split(b"\n"), start=1):
-        if line.strip():
-            rows.append(Row(_object(line, f"{path}:{number}"), f"{path.name}:{number}"))
-    if not rows:
-        raise UserError(f"{path} holds no row")
-    return rows
+    places = [
+        find(name, configuration)
+        for name, configuration in zip(names, _each(configurations, len(names)), strict=True)
+    ]
+    expressions = _each(splits, len(names))
+    files = [
+        {split: _files(name, split, place, also) for split in split_names(expression)}
+        for name, expression, place in zip(names, expressions, places, strict=True)
+    ]
+    labels = _labels(places, files)
+    return [
+        Source(name, expression, of_splits, labels)
+        for name, expression, of_splits in zip(names, expressions, files, strict=True)
+    ]
 
 
-def _object(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line.decode("utf-8"))
-        if b"\\u" in line:  # an escaped half of a surrogate pair is no text a tokenizer can read
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeError as error:
-        raise UserError(f"{place}: not UTF-8 text ({error.reason})") from error  # type: ignore
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON ({error.msg}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
-        raise UserError(f"{place}: not readable as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{place}: a row must be a JSON object, this is a {type(value).__name__}")
-    return value
+def _each[T](values: Sequence[T], count: int) -> list[T]:
+    if len(values) not in (1, count):
+        raise ValueError(f"{len(values)} values for {count} sources")
+    return list(values) * (count if len(values) == 1 else 1)
+
+
+def _files(name: str, split: str, place: Place, also: str) -> Sequence[Path]:
+    if place.single and split == also:
+        split = TRAIN
+    if split in place.splits:
+        return place.splits[split]
+    if place.single:
+        raise UserError(
+            f"data set {name!r} is one split, {also}: it has no {split!r}; leave the split at "
+            f"{also} or a slice of it"
+        )
+    raise UserError(
+        f"data set {name!r} has no split {split!r}; its splits: {', '.join(place.splits)}"
+    )
+
+
+def _labels(
+    places: Sequence[Place], files: Sequence[Mapping[str, Sequence[Path]]]
+) -> dict[Path, str]:
+    """Short names of all files, whole ones where two files have the same."""
+    whole = {
+        file: place.label(file)
+        for place, of_splits in zip(places, files, strict=True)
+        for members in of_splits.values()
+        for file in members
+    }
+    alike = Counter(file.name for file in whole)
+    return {file: label if alike[file.name] > 1 else file.name for file, label in whole.items()}

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from jaxft.data.rows import parse_json
 from jaxft.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -53,6 +54,73 @@ def parse_messages(messages: Any, origin: str, trained_from: int = 0) -> Chat:
     if not any(trained):
         raise UserError(f"{origin}: no assistant turn of this chat is to be trained ({chat.roles})")
     return chat
+
+
+def read_list(value: Any, column: str, origin: str) -> Any:
+    """Messages of a cell: the JSON list it holds as text, where the format knows no lists."""
+    if not isinstance(value, str):
+        return value
+    reason = "no list"
+    try:
+        read = parse_json(value)
+    except ValueError as error:
+        read, reason = None, str(error)
+    if not isinstance(read, list):
+        raise UserError(
+            f"{origin}: {column} must be a list of at least one message, or the JSON text of one; "
+            f"it is other text ({reason})"
+        )
+    return read
+
+
+def from_conversation(turns: Any, origin: str) -> Any:
+    """Messages of a ShareGPT conversation, whose turns are ``{"from", "value"}``.
+
+    human, gpt, system and tool are the roles of the same turns, function_call an assistant's turn
+    of tool calls, observation what the tool answered. Turns of ``{"role", "content"}`` stay.
+    Raises UserError naming the row where a turn's meaning is not plain.
+    """
+    if not isinstance(turns, list):
+        return turns  # `parse_messages` says so
+    return [
+        _said(turn, f"{origin}: message {number}") for number, turn in enumerate(turns, start=1)
+    ]
+
+
+def _said(turn: Any, where: str) -> Any:
+    given = {k: v for k, v in turn.items() if v is not None} if isinstance(turn, dict) else {}
+    if not given.keys() & {"from", "value"}:
+        return turn
+    if given.keys() & {"role", "content", "tool_calls"}:
+        raise UserError(f"{where} has both from, value and role, content: {', '.join(given)}")
+    rest = {k: v for k, v in given.items() if k not in ("from", "value")}
+    speaker, value = given.get("from"), given.get("value")
+    name = speaker.lower() if isinstance(speaker, str) else speaker
+    if name == "function_call":
+        return {**rest, "role": "assistant", "tool_calls": _called(value, where)}
+    return {**rest, "role": "tool" if name == "observation" else speaker, "content": value}
+
+
+def _called(value: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls of a function_call turn: JSON of one call or of a list of them."""
+    try:
+        read = parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        read = None
+    calls = read if isinstance(read, list) else [read]
+    plain = (
+        isinstance(call, dict)
+        and call.keys() == {"name", "arguments"}
+        and isinstance(call["name"], str)
+        and isinstance(call["arguments"], str | dict)
+        for call in calls
+    )
+    if not calls or not all(plain):
+        raise UserError(
+            f"{where} (function_call): the value must be JSON with name and arguments, nothing "
+            "else, to be read as a tool call"
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _role(role: Any, where: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  registers bfloat16, which safetensors' numpy side looks up by name
+import ml_dtypes  # also registers bfloat16, which safetensors' numpy side looks up by name
 import numpy as np
 from safetensors import safe_open
 
@@ -18,7 +18,11 @@ from jaxft.errors import UserError
 
 _LFS_POINTER = b"version https://git-lfs"
 _INCOMPLETE = "incomplete download?"
-FLOAT_DTYPES = ("F32", "F16", "BF16")
+FLOAT_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,19 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_float_tensor(name: str, info: TensorInfo) -> np.ndarray:
-    """A tensor of a safetensors file in its stored float dtype. Raises UserError for another."""
+def float_dtype(name: str, info: TensorInfo) -> np.dtype:
+    """The dtype of a tensor of a safetensors file. Raises UserError where it is no float."""
     if info.dtype not in FLOAT_DTYPES:
         raise UserError(
             f"{info.path}: tensor {name} is stored as {info.dtype}; "
             f"only {', '.join(FLOAT_DTYPES)} are read"
         )
+    return FLOAT_DTYPES[info.dtype]
+
+
+def read_float_tensor(name: str, info: TensorInfo) -> np.ndarray:
+    """A tensor of a safetensors file in its stored float dtype. Raises UserError for another."""
+    float_dtype(name, info)
     with safe_open(info.path, framework="numpy") as file:
         return file.get_tensor(name)
 
@@ -113,3 +123,31 @@ def replacing_files(folder: Path, last: str = "") -> Iterator[Path]:
             os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_new(folder: Path) -> None:
+    """UserError unless the folder does not exist or is empty."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output folder {folder} is a file")
+    if folder.is_dir() and (held := sorted(file.name for file in folder.iterdir())):
+        raise UserError(f"output folder {folder} is not empty (it holds {held[0]}): name a new one")
+
+
+@contextmanager
+def new_folder(folder: Path, last: str) -> Iterator[Path]:
+    """As `replacing_files`, into a folder that is new or empty and stays so after a failure.
+
+    Raises:
+      UserError: the folder is not empty, or the disk does not take the files.
+    """
+    check_new(folder)
+    existed = folder.is_dir()  # perhaps the mount point of a container, which cannot be renamed
+    try:
+        with replacing_files(folder, last) as temporary:
+            yield temporary
+    except BaseException as fault:
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(fault, OSError):
+            raise UserError(f"{folder} cannot be written: {fault}") from fault
+        raise

@@ -13,7 +13,7 @@ from gguf import ReaderTensor
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
-from jaxft.formats.gguf_tensors import open_reader, values
+from jaxft.formats.gguf_tensors import PLAIN, open_reader, values
 from jaxft.formats.gguf_tokenizer import build_tokenizer
 from jaxft.model.rope import read_rope
 
@@ -104,6 +104,10 @@ class GgufFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in Hugging Face's order; GGUF stores the fastest axis first."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def dtype(self, name: str) -> np.dtype | None:
+        """Stored dtype, None for a quantised type."""
+        return PLAIN.get(self._tensors[name].tensor_type)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor; F32, F16 and BF16 as stored, other types dequantised to float32."""

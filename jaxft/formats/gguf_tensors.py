@@ -11,12 +11,16 @@ from gguf.quants import dequantize
 
 from jaxft.errors import UserError
 
-_PLAIN = (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
+PLAIN = {
+    GgmlType.F32: np.dtype(np.float32),
+    GgmlType.F16: np.dtype(np.float16),
+    GgmlType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
 _QUANTISED = (
     *(GgmlType.Q4_0, GgmlType.Q4_1, GgmlType.Q5_0, GgmlType.Q5_1, GgmlType.Q8_0),
     *(GgmlType.Q2_K, GgmlType.Q3_K, GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K),
 )
-TENSOR_TYPES = (*_PLAIN, *_QUANTISED)
+TENSOR_TYPES = (*PLAIN, *_QUANTISED)
 
 # Elements dequantised at once: the gguf package holds three or four copies of what it works on.
 _CHUNK = 1 << 16
@@ -81,7 +85,7 @@ def values(tensor: ReaderTensor, permuted_heads: int | None = None) -> np.ndarra
     if permuted_heads is not None:
         order = row_order(len(rows), permuted_heads)
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return np.asarray(rows[order]).reshape(shape)
     out = np.empty((len(rows), shape[-1]), np.float32)
     step = max(1, _CHUNK // shape[-1])

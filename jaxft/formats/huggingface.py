@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxft.errors import UserError
 from jaxft.formats.files import (
     TensorInfo,
+    float_dtype,
     read_float_tensor,
     read_json,
     read_safetensors_header,
@@ -45,6 +46,10 @@ class HuggingFaceFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape from the header."""
         return self._tensors[name].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """Stored dtype from the header."""
+        return float_dtype(name, self._tensors[name])
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, memory-mapped and copied; float32, float16 or bfloat16."""

@@ -1,4 +1,4 @@
-"""The README.md beside an adapter: what it is, how it was trained, how to use it."""
+"""The README.md beside an adapter or a merged model: what it is, whence, how to use it."""
 
 import re
 from collections.abc import Mapping
@@ -31,6 +31,26 @@ tokenizer = AutoTokenizer.from_pretrained({title!r})
 |---|---|
 {rows}
 """
+_MERGED = """\
+# {title}
+
+`{base}` with the LoRA adapter `{adapter}` merged into its weights by jaxft.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({title!r})
+tokenizer = AutoTokenizer.from_pretrained({title!r})
+```
+{note}
+## Merge
+
+| | |
+|---|---|
+{rows}
+"""
 _LOCAL = "\nThe base model was a local path; put the place where others find it instead.\n"
 
 
@@ -41,20 +61,37 @@ def write_model_card(folder: Path, *, base_model: str, summary: Mapping[str, Any
     because the hub refuses other values; the text names it as it was given.
     """
     folder = Path(folder)
+    texts = {"title": folder.absolute().name}
+    _write(folder, _BODY, base_model, "peft", ["lora", "jaxft"], texts, summary)
+
+
+def write_merged_card(
+    folder: Path, *, title: str, base_model: str, adapter: str, summary: Mapping[str, Any]
+) -> None:
+    """The same for a base model that holds an adapter in its weights; `title` is its name."""
+    texts = {"title": title, "adapter": adapter}
+    _write(folder, _MERGED, base_model, "transformers", ["jaxft"], texts, summary)
+
+
+def _write(
+    folder: Path,
+    body: str,
+    base_model: str,
+    library: str,
+    tags: list[str],
+    texts: Mapping[str, str],
+    summary: Mapping[str, Any],
+) -> None:
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists()
     front = {
         **({"base_model": base_model} if is_hub_id else {}),
-        "library_name": "peft",
+        "library_name": library,
         "pipeline_tag": "text-generation",
-        "tags": ["lora", "jaxft"],
+        "tags": tags,
     }
     rows = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in summary.items())
-    body = _BODY.format(
-        title=folder.absolute().name,
-        base=base_model,
-        note="" if is_hub_id else _LOCAL,
-        rows=rows,
-    )
+    note = "" if is_hub_id else _LOCAL
+    body = body.format(base=base_model, note=note, rows=rows, **texts)
     with replacing_files(folder) as temporary:
         text = f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n\n{body}"
         (temporary / "README.md").write_text(text, encoding="utf-8")

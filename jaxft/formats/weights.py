@@ -34,6 +34,10 @@ class Checkpoint(Protocol):
         """Shape of a tensor as `read` gives it, from the header alone."""
         ...
 
+    def dtype(self, name: str) -> np.dtype | None:
+        """Dtype of a tensor as `read` gives it, from the header alone; None: stored quantised."""
+        ...
+
     def read(self, name: str) -> np.ndarray:
         """One tensor in Hugging Face's layout, `[out, in]` for a linear layer.
 

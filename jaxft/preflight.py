@@ -1,0 +1,107 @@
+"""What a run will do, as the report that is printed before it starts."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from jaxft.config import TrainConfig
+from jaxft.lora_config import LoraConfig, adapted_modules, count_parameters
+from jaxft.model.config import ModelConfig
+from jaxft.prepare import Data
+from pallas_kernels.report import picked
+
+Sections = Mapping[str, Sequence[tuple[str, object]]]
+
+
+def preflight(
+    config: TrainConfig,
+    adapter: LoraConfig,
+    model: ModelConfig,
+    data: Data,
+    dtype: str,
+    start: int,
+) -> Sections:
+    """What the run will do, for `report.print_preflight`."""
+    numbers, loader = data.statistics, data.train
+    device = jax.devices()[0]
+    sections: dict[str, list[tuple[str, object]]] = {
+        "model": [
+            ("base", config.model_name_or_path + _where(config)),
+            ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
+            ("trainable", _adapter(adapter, model)),
+        ],
+        "data": [
+            ("documents", _documents(numbers.documents, numbers.dropped, numbers.truncated)),
+            (
+                "tokens an epoch",
+                f"{numbers.tokens:,}, {numbers.supervised_share:.1%} supervised",
+            ),
+            (
+                "rows an epoch",
+                f"{numbers.rows_per_epoch:,} of {loader.shape[2]:,} tokens, "
+                f"{numbers.packing_efficiency:.1%} full",
+            ),
+            ("longest", f"{numbers.longest:,} tokens ({numbers.longest_origin})"),
+            ("answers end in", ", ".join(f"{t!r} {share:.0%}" for t, share in numbers.endings)),
+        ],
+        "run": [
+            (
+                "updates",
+                f"{loader.num_steps:,} of {loader.shape[0]} x {loader.shape[1]} rows"
+                + (f", from {start:,} on" if start else ""),
+            ),
+            ("kernels", _kernels()),
+            ("output", config.output_dir),
+        ],
+    }
+    if len(data.sources) > 1:
+        parts = [f"{name} {rows:,} x {weight:g}" for name, rows, weight in data.sources]
+        sections["data"].insert(0, ("sources", ", ".join(parts)))
+    if data.evaluation:
+        sections["data"].append(
+            (
+                "held out",
+                _documents(
+                    len(data.evaluation.examples),
+                    data.held_out.dropped + data.held_out.emptied,
+                    data.held_out.truncated,
+                ),
+            )
+        )
+    return sections
+
+
+def _where(config: TrainConfig) -> str:
+    """Whoever loads the adapter looks for its base under the name given here."""
+    local = Path(config.model_name_or_path).expanduser().exists()
+    return " (local: others will not find it by this name)" if local else ""
+
+
+def _weights(config: TrainConfig) -> str:
+    if not config.load_in_4bit:
+        return "as in the checkpoint"
+    return "NF4" + (" with double quantisation" if config.use_bnb_nested_quant else "")
+
+
+def _adapter(adapter: LoraConfig, model: ModelConfig) -> str:
+    ranks = adapted_modules(adapter, model)
+    low, high = min(ranks.values()), max(ranks.values())
+    rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
+    count, all_of_them = len(ranks), len(model.projections) * len(model.layers)
+    modules = f"all {count}" if count == all_of_them else f"{count} of {all_of_them}"
+    parameters = count_parameters(adapter, model)
+    return f"{parameters:,} parameters, {rank} on {modules} projections"
+
+
+def _kernels() -> str:
+    by_name: dict[str, list[str]] = {}
+    for op, name in picked().items():
+        by_name.setdefault(name, []).append(op)
+    return "; ".join(f"{name}: {', '.join(ops)}" for name, ops in by_name.items())
+
+
+def _documents(kept: int, dropped: int, truncated: int) -> str:
+    counts = ((dropped, "too long, dropped"), (truncated, "cut"))
+    changed = [f"{count:,} {what}" for count, what in counts if count]
+    return ", ".join([f"{kept:,}", *changed])

@@ -56,5 +56,8 @@ def _hub_file(repo_id: str, name: str, revision: str | None) -> Path:
     path = download(repo_id, revision, "model", [name]) / name
     if not path.is_file():
         local = Path(repo_id, name).absolute()
-        raise UserError(f"{repo_id}/{name}: no local file {local}, and {repo_id} has no such file")
+        raise UserError(
+            f"{repo_id}/{name}: no local file {local}, and {repo_id} or its offline copy has no "
+            "such file"
+        )
     return path

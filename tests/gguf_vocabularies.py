@@ -23,6 +23,12 @@ from varied_texts import varied_texts
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TOOLS = ("<tool_call>", "</tool_call>")  # tokens of their own, but no special ones
+LLAMA3_SPLIT = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(TikTokenConverter().pattern), "isolated"),
+        ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -72,7 +78,8 @@ def byte_level(kind: str, trained: dict, reference: Tokenizer) -> Case:
 
 def of_class(kind: str, cls: Any) -> Case:
     """Of a class of transformers that builds a byte-level tokenizer of vocabulary and merges."""
-    split = cls().backend_tokenizer.pre_tokenizer
+    # learned from longer pieces than Qwen 2 cuts, so that cutting digits otherwise would show
+    split = LLAMA3_SPLIT if kind == "qwen2" else cls().backend_tokenizer.pre_tokenizer
     trained = train(models.BPE(), split, alphabet=ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(trained["tokens"])}
     tokenizer = cls(
@@ -87,9 +94,7 @@ def of_class(kind: str, cls: Any) -> Case:
 
 
 def llama3() -> Case:
-    split = TikTokenConverter().pattern
-    pieces = [pre_tokenizers.Split(Regex(split), "isolated"), ByteLevel(False, use_regex=False)]
-    trained = train(models.BPE(), pre_tokenizers.Sequence(pieces), alphabet=ByteLevel.alphabet())
+    trained = train(models.BPE(), LLAMA3_SPLIT, alphabet=ByteLevel.alphabet())
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     ranks = {bytes(byte_of[c] for c in token): i for i, token in enumerate(trained["tokens"])}
 

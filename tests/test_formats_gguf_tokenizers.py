@@ -168,6 +168,18 @@ def pair(metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
     return metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
 
 
+def test_runs_of_tabs_where_the_tab_is_a_byte():
+    """Gemma 1's files have runs of tabs as ordinary pieces, and no piece for a single one."""
+    metadata = case("Gemma").metadata
+    tokens, types = pair(metadata)
+    ordinary = [NORMAL if token.strip(" ") == "\t" * len(token) else kind
+                for token, kind in zip(tokens, types, strict=True)]  # fmt: skip
+    tokenizer = ours(metadata | field(token_type=ordinary)).backend_tokenizer
+    want = [tokens.index(token) for token in ("a", "\t\t\t", "a", "<0x09>", "a")]
+    assert ids(tokenizer, ["a\t\t\ta\ta"]) == [want]
+    assert tokenizer.decode(want) == "a\t\t\ta\ta"
+
+
 @pytest.mark.parametrize(("name", "first"), [("llama-bpe", 1), ("qwen2", 0), ("Gemma", 1)])
 def test_bos_where_the_family_has_one(name, first):
     metadata = case(name).metadata

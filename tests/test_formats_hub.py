@@ -117,6 +117,14 @@ def test_a_gguf_file_of_a_hub_model(offline, name):
         np.testing.assert_array_equal(checkpoint.read(tensor), value)
 
 
+def test_a_local_gguf_file_comes_before_the_hub(offline):
+    Path("some/model-GGUF").mkdir(parents=True)
+    halved = {name: value / 2 for name, value in hf_tensors().items()}
+    write(Path("some/model-GGUF/tiny.F32.gguf"), halved)
+    read = open_checkpoint("some/model-GGUF/tiny.F32.gguf").read
+    np.testing.assert_array_equal(2 * read("lm_head.weight"), hf_tensors()["lm_head.weight"])
+
+
 MISSING = "the hub cannot be reached and there is no complete offline copy in its cache"
 FAULTS = {
     ("typo/x", None): ["typo/x: no local folder {here}/typo/x", MISSING],

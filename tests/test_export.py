@@ -241,8 +241,8 @@ def test_nf4_weights_give_the_logits_that_were_trained(base, adapter, tmp_path):
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
 def test_a_gguf_base(tmp_path, kind):
     from gguf import GGMLQuantizationType
+    from gguf_files import hf_tensors, write
     from helpers import FP32, logits
-    from test_formats_gguf import hf_tensors, write
 
     from jaxft.formats.gguf import GgufFile
     from jaxft.formats.loading import load_decoder

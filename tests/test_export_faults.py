@@ -168,7 +168,7 @@ def test_the_command_never_imports_torch(adapter, tmp_path):
 
 
 def test_rope_factors_without_a_spelling_are_refused(tmp_path, capsys):
-    from test_formats_gguf import hf_tensors, write
+    from gguf_files import hf_tensors, write
 
     tensors = hf_tensors()
     factors = np.linspace(1, 3, 8, dtype=np.float32)

@@ -108,38 +108,6 @@ def test_missing_folder_names_the_absolute_path(tmp_path, monkeypatch):
     one_line("typo.gguf", "does not exist", str(tmp_path / "typo.gguf"))
 
 
-def test_unknown_hub_id_names_folder_and_offline_copy(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    one_line("typo/x", "typo/x", "no local folder", str(tmp_path / "typo" / "x"), "no complete off")
-
-
-def test_offline_copy_of_the_hub_is_used(tmp_path, monkeypatch):
-    commit = "0" * 40
-    repository = tmp_path / "models--some--model"
-    (repository / "snapshots").mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    write_single(repository / "snapshots" / commit)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(
-        "jaxft.formats.hub.snapshot_download",
-        lambda *args, **kwargs: snapshot(*args, cache_dir=tmp_path, **kwargs),
-    )
-    from huggingface_hub import snapshot_download as snapshot
-
-    checkpoint = open_checkpoint("some/model")
-    assert checkpoint.source == "some/model"
-    assert checkpoint.names() == tensors().keys()
-    one_line("other/model", "other/model")
-
-
-def test_a_file_is_no_model(tmp_path):
-    folder = write_single(tmp_path / "m")
-    one_line(folder / "model.safetensors", "is a file", "model.safetensors")
-
-
 def test_a_revision_is_for_the_hub(tmp_path):
     with pytest.raises(UserError, match="revision"):
         open_checkpoint(str(write_single(tmp_path / "m")), revision="v1")

@@ -9,9 +9,9 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, permute, write
 from helpers import FP32, LLAMA3_ROPE, load, logits, save_llama
 from model_oracles import edit_config, edit_tensors, largest, open_in_transformers, their_logits
-from test_formats_gguf import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, permute, write
 
 from jaxft.formats.gguf import GgufFile
 from jaxft.formats.huggingface import HuggingFaceFolder

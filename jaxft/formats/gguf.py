@@ -8,26 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from gguf import GGMLQuantizationType as GgmlType
-from gguf import GGUFReader, ReaderTensor
-from gguf.quants import dequantize
+from gguf import ReaderTensor
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
+from jaxft.formats.gguf_tensors import PLAIN, open_reader, values
 from jaxft.formats.gguf_tokenizer import build_tokenizer
 from jaxft.model.fields import Fields
 from jaxft.model.rope import read_rope
 
 ARCHITECTURES = ("llama",)
-TENSOR_TYPES = (GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.Q4_1)
 
-_DTYPES = {
-    GgmlType.F32: np.dtype(np.float32),
-    GgmlType.F16: np.dtype(np.float16),
-    GgmlType.BF16: np.dtype(ml_dtypes.bfloat16),
-}
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -84,7 +76,7 @@ class GgufFile:
     def __init__(self, path: Path | str, source: str | None = None) -> None:
         self.path = Path(path).absolute()
         self.source = str(path) if source is None else source
-        reader = _open(self.path)
+        reader = open_reader(self.path)
         self._metadata = {
             name: field.contents()
             for name, field in reader.fields.items()
@@ -120,27 +112,16 @@ class GgufFile:
 
     def dtype(self, name: str) -> np.dtype | None:
         """Stored dtype, None for a quantised type."""
-        return _DTYPES.get(self._tensors[name].tensor_type)
+        return PLAIN.get(self._tensors[name].tensor_type)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; F32, F16 and BF16 as stored, Q8_0 and Q4_1 dequantised to float32."""
-        tensor = self._tensors[name]
-        if tensor.tensor_type == GgmlType.BF16:
-            values = tensor.data.view(ml_dtypes.bfloat16)
-        elif tensor.tensor_type in (GgmlType.F32, GgmlType.F16):
-            values = tensor.data
-        elif tensor.tensor_type in TENSOR_TYPES:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        else:
-            raise UserError(
-                f"{self.path}: tensor {tensor.name} is stored as {tensor.tensor_type.name}; "
-                f"only {', '.join(kind.name for kind in TENSOR_TYPES)} are read"
-            )
+        """One tensor; F32, F16 and BF16 as stored, other types dequantised to float32."""
+        heads = None
         if name.endswith("q_proj.weight"):
-            return unpermute(values, self.config["num_attention_heads"])
-        if name.endswith("k_proj.weight"):
-            return unpermute(values, self.config["num_key_value_heads"])
-        return np.array(values)
+            heads = self.config["num_attention_heads"]
+        elif name.endswith("k_proj.weight"):
+            heads = self.config["num_key_value_heads"]
+        return values(self._tensors[name], heads)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer that the file's `tokenizer.*` metadata describe."""
@@ -155,6 +136,12 @@ class GgufFile:
         if key not in self._metadata:
             raise UserError(f"{self.path}: metadata {key} is missing")
         return self._metadata[key]
+
+    def _count(self, key: str) -> int:
+        value = self._get(key)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{self.path}: metadata {key} must be a number above 0, it is {value}")
+        return value
 
     def _map_names(self, stored: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
         tensors: dict[str, ReaderTensor] = {}
@@ -175,8 +162,8 @@ class GgufFile:
         for key in self._metadata:
             if key.startswith("llama.") and key.removeprefix("llama.") not in _KNOWN_KEYS:
                 raise UserError(f"{self.path}: metadata {key} is not understood")
-        heads = self._get("llama.attention.head_count")
-        hidden = self._get("llama.embedding_length")
+        heads = self._count("llama.attention.head_count")
+        hidden = self._count("llama.embedding_length")
         head_dim = self._metadata.get("llama.attention.key_length", hidden // heads)
         for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
             if self._metadata.get(key, head_dim) != head_dim:
@@ -195,8 +182,8 @@ class GgufFile:
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": vocab_size,
             "hidden_size": hidden,
-            "intermediate_size": self._get("llama.feed_forward_length"),
-            "num_hidden_layers": self._get("llama.block_count"),
+            "intermediate_size": self._count("llama.feed_forward_length"),
+            "num_hidden_layers": self._count("llama.block_count"),
             "num_attention_heads": heads,
             # the two fallbacks are the format's own: no grouping, and Llama 2's base
             "num_key_value_heads": self._metadata.get("llama.attention.head_count_kv", heads),
@@ -205,7 +192,7 @@ class GgufFile:
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "max_position_embeddings": self._get("llama.context_length"),
+            "max_position_embeddings": self._count("llama.context_length"),
             "rms_norm_eps": shortest(self._get("llama.attention.layer_norm_rms_epsilon")),
             "rope_scaling": self._rope_scaling(rope_factors, head_dim),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
@@ -243,29 +230,6 @@ class GgufFile:
                 f"{self.path}: tensor {extra[0]} lies past the "
                 f"{self.config['num_hidden_layers']} layers of llama.block_count"
             )
-
-
-def _open(path: Path) -> GGUFReader:
-    if not path.is_file():
-        raise UserError(f"GGUF file does not exist: {path}")
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, KeyError, IndexError) as error:  # what the reader meets in damaged bytes
-        reason = str(error).replace("\n", " ")
-        raise UserError(f"{path}: no readable GGUF file ({reason}); incomplete download?") from None
-    if reader.byte_order != "I":
-        raise UserError(f"{path}: is stored in the other byte order, which is not supported")
-    return reader
-
-
-def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows `[num_heads * head_dim, in]` of q or k from GGUF's order into Hugging Face's.
-
-    llama.cpp rotates neighbouring pairs and so its converter interleaves the two halves of each
-    head: row `2 i + h` of a head there is row `h head_dim / 2 + i` here.
-    """
-    pairs = weight.reshape(num_heads, -1, 2, weight.shape[-1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 
 
 def shortest(value: float) -> float:

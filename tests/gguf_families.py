@@ -103,11 +103,13 @@ def convert(
     metadata: dict[str, Any] | None = None,
     change: Change = lambda name, value: value,
     without: tuple[str, ...] = (),
+    extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """The file of a folder's model; matrices are stored as `kind`.
 
     `metadata` changes what is written (None leaves a key out), `change` the converted tensors by
-    their names in the folder, `without` leaves tensors out by their names in the file.
+    their names in the folder; `without` and `extra` leave tensors out and add some, by their names
+    in the file.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -121,11 +123,12 @@ def convert(
     for name, value in load_file(folder / "model.safetensors").items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if place is None or place in without:
-            assert place or name == "lm_head.weight"
             continue
         value = change(name, converted(name, value, config))
         stored = kind if value.ndim > 1 else GgmlType.F32
         writer.add_tensor(place, gguf.quants.quantize(value, stored), raw_dtype=stored)
+    for place, value in (extra or {}).items():
+        writer.add_tensor(place, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -79,9 +79,9 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """One tensor; F32, F16 and BF16 as stored, other types dequantised to float32.
 
-        Norms whose scale is an offset from 1 in Hugging Face's model (Gemma) are float32: the
-        converter adds the 1 in float32, which rounds the offset. From 0.5 on, subtracting it is
-        exact and so the decoder, which adds it again, has the very scale that the file holds.
+        Norms whose scale is an offset from 1 in Hugging Face's model (Gemma) come as float32: the
+        converter adds the 1 in that type. Taking it away is exact for scales from 0.5 on, and so
+        the decoder, which adds it again, has the very scale that the file holds.
         """
         module, _, _ = name.rpartition(".")
         heads = None
@@ -146,8 +146,8 @@ def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
 
 def _places(architecture: str, layers: int, names: dict[str, Any]) -> dict[str, str]:
     """Hugging Face's names by GGUF's, as the gguf package pairs them for an architecture."""
-    number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    paired = gguf.get_tensor_name_map(number, layers)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    paired = gguf.get_tensor_name_map(arch, layers)
     places = {}
     for name in names:
         module, _, kind = name.rpartition(".")

@@ -261,6 +261,7 @@ def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str,
 
 
 def _yarn(metadata: Metadata) -> dict[str, Any]:
+    # yarn_attn_factor is not read: the converter and the loader take it for different things
     scaling = {
         "rope_type": "yarn",
         "factor": metadata.number("rope.scaling.factor"),
@@ -269,7 +270,6 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
     for ours, theirs in (
         ("beta_fast", "rope.scaling.yarn_beta_fast"),
         ("beta_slow", "rope.scaling.yarn_beta_slow"),
-        ("attention_factor", "rope.scaling.yarn_attn_factor"),
     ):
         if metadata.get(theirs) is not None:
             scaling[ours] = metadata.number(theirs)

@@ -174,6 +174,7 @@ def test_q8_0(family, tmp_path):
     assert largest(got, want) > 1e-3  # the rounding shows
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text"], indirect=True)
 def test_adapter_and_merge(family, tmp_path):
     """An adapter on a file: PEFT computes the same on the folder, and the merged folder too."""
     peft = pytest.importorskip("peft")

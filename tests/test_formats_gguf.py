@@ -8,7 +8,8 @@ from gguf import GGMLQuantizationType as GgmlType
 from gguf_files import HEAD_DIM, HEADS, KV_HEADS, VOCAB, hf_tensors, write
 
 from jaxft.errors import UserError
-from jaxft.formats.gguf import GgufFile, recover_rope_scaling
+from jaxft.formats.gguf import GgufFile
+from jaxft.formats.gguf_config import recover_rope_scaling
 from jaxft.formats.gguf_tensors import row_order
 
 # A row is quantised by itself, so the permutation commutes with it.
@@ -132,18 +133,19 @@ def test_linear_scaling_is_read(tmp_path):
 
 ODD = np.ones((4, 32), np.float32)
 FAULTS = {
-    "architecture": ({"general.architecture": "gemma2"}, {}, ["architecture gemma2", "llama"]),
+    "architecture": ({"general.architecture": "mamba"}, {}, ["architecture mamba", "llama, qwen2"]),
     "experts": ({"llama.expert_count": 8}, {}, ["llama.expert_count"]),
     "no heads": ({"llama.attention.head_count": 0}, {}, ["head_count", "above 0", "0"]),
     "heads by layer": ({"llama.attention.head_count": [4, 2]}, {}, ["head_count", "[4, 2]"]),
     "missing metadata": ({"llama.block_count": None}, {}, ["llama.block_count", "missing"]),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, {}, ["yarn"]),
+    "longrope": ({"llama.rope.scaling.type": "longrope"}, {}, ["longrope"]),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, {}, ["rope.scaling.factor", "missing"]),
     "partial rotary": ({"llama.rope.dimension_count": 8}, {}, ["rope.dimension_count", "8"]),
     "vocab size": ({"llama.vocab_size": 999}, {}, ["999", str(VOCAB)]),
     "split file": ({"split.count": 2}, {}, ["split"]),
-    "layer count": ({"llama.block_count": 1}, {}, ["model.layers.1.", "block_count"]),
+    "layer count": ({"llama.block_count": 1}, {}, ["blk.1.", "block_count"]),
     "absent layer": ({"llama.block_count": 3}, {}, ["model.layers.2.", "missing"]),
-    "bias": ({}, {"blk.0.attn_q.bias": ODD[0]}, ["blk.0.attn_q.bias"]),
+    "bias": ({}, {"blk.0.attn_q.bias": ODD[0]}, ["blk.0.attn_k.bias", "7 in all"]),
     "rope factors": ({}, {"rope_freqs.weight": ODD[0]}, ["rope_freqs.weight", "16"]),
 }
 

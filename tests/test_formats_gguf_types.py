@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as GgmlType
 from gguf_files import (
+    HEAD_DIM,
     HEADS,
     INNER,
     KV_HEADS,
@@ -191,7 +192,9 @@ def test_a_file_of_many_types(tmp_path):
         want[name] = define(blocks[name], tensors[name])
     assert set(blocks.values()) == set(SCALES)
     path = tmp_path / "m.gguf"
-    file = GgufFile(write(path, tensors, metadata={"llama.embedding_length": width}, blocks=blocks))
+    sizes = {"llama.embedding_length": width, "llama.attention.key_length": HEAD_DIM}
+    sizes["llama.attention.value_length"] = HEAD_DIM
+    file = GgufFile(write(path, tensors, metadata=sizes, blocks=blocks))
     assert len({tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}) == 11
     assert file.names() == want.keys()
     for name, value in want.items():

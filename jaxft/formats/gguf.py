@@ -1,67 +1,27 @@
-"""A GGUF file of a Llama-family model, seen as a Hugging Face checkpoint.
+"""A GGUF file, seen as a Hugging Face checkpoint.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read through the `gguf` package,
-memory-mapped; names, layout and RoPE convention are turned into Hugging Face's.
+memory-mapped; names, layout, RoPE convention and norms are turned into Hugging Face's.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from gguf import ReaderTensor
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
+from jaxft.formats.gguf_config import ROPE_FACTORS, Metadata, build_config
 from jaxft.formats.gguf_tensors import PLAIN, open_reader, values
 from jaxft.formats.gguf_tokenizer import build_tokenizer
-from jaxft.model.fields import Fields
-from jaxft.model.rope import read_rope
+from jaxft.formats.loading import tensor_shapes
+from jaxft.model.families import read_config
 
-ARCHITECTURES = ("llama",)
-
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
-
-# Metadata of the architecture that is read below or changes nothing; another key is refused,
-# because it may describe a model that this reader would build wrongly (experts, windows, scales).
-_KNOWN_KEYS = frozenset(
-    (
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.finetuned",
-        "rope.scale_linear",
-        "tensor_data_layout",
-    )
-)
+# llama.cpp rotates neighbouring pairs in this architecture alone, halves in the others.
+_PERMUTED = "llama"
 
 
 class GgufFile:
@@ -77,26 +37,26 @@ class GgufFile:
         self.path = Path(path).absolute()
         self.source = str(path) if source is None else source
         reader = open_reader(self.path)
-        self._metadata = {
+        self._fields = {
             name: field.contents()
             for name, field in reader.fields.items()
             if not name.startswith("GGUF.")
         }
-        architecture = self._get("general.architecture")
-        if architecture not in ARCHITECTURES:
-            raise UserError(
-                f"{self.path}: architecture {architecture} is not supported in GGUF files; "
-                f"supported: {', '.join(ARCHITECTURES)}"
-            )
-        if self._metadata.get("split.count", 1) > 1:
+        metadata = Metadata(self._fields, self.path)
+        if self._fields.get("split.count", 1) > 1:
             raise UserError(
                 f"{self.path}: is one part of a split file; join the parts first (gguf-split "
                 "--merge of llama.cpp)"
             )
         stored = {tensor.name: tensor for tensor in reader.tensors}
-        self._tensors = self._map_names(stored)
-        self.config = self._build_config(stored.get(_ROPE_FACTORS))
-        self._check_complete()
+        self.config = build_config(metadata, self._fields, stored)
+        self._permuted = metadata.architecture == _PERMUTED
+        try:
+            model = read_config(self.config)
+        except UserError as fault:
+            raise UserError(f"{self.path}: {fault}") from None
+        self._norm_offset = model.norm_offset
+        self._tensors = self._map_names(stored, metadata, tensor_shapes(model))
 
     def names(self) -> frozenset[str]:
         """Hugging Face names of all tensors."""
@@ -108,154 +68,88 @@ class GgufFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in Hugging Face's order; GGUF stores the fastest axis first."""
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return _shape(self._tensors[name])
 
     def dtype(self, name: str) -> np.dtype | None:
-        """Stored dtype, None for a quantised type."""
+        """Dtype of `read`, None for a quantised type."""
+        if self._is_shifted(name):
+            return np.dtype(np.float32)
         return PLAIN.get(self._tensors[name].tensor_type)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; F32, F16 and BF16 as stored, other types dequantised to float32."""
+        """One tensor; F32, F16 and BF16 as stored, other types dequantised to float32.
+
+        Norms whose scale is an offset from 1 in Hugging Face's model (Gemma) come as float32: the
+        converter adds the 1 in that type. Taking it away is exact for scales from 0.5 on, and so
+        the decoder, which adds it again, has the very scale that the file holds.
+        """
+        module, _, _ = name.rpartition(".")
         heads = None
-        if name.endswith("q_proj.weight"):
-            heads = self.config["num_attention_heads"]
-        elif name.endswith("k_proj.weight"):
-            heads = self.config["num_key_value_heads"]
-        return values(self._tensors[name], heads)
+        if self._permuted and module.endswith(("q_proj", "k_proj")):
+            kind = "attention" if module.endswith("q_proj") else "key_value"
+            heads = self.config[f"num_{kind}_heads"]
+        value = values(self._tensors[name], heads)
+        if self._is_shifted(name):
+            return value.astype(np.float32) - np.float32(self._norm_offset)
+        return value
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer that the file's `tokenizer.*` metadata describe."""
         return build_tokenizer(
-            self._metadata,
+            self._fields,
             self.path,
             vocab_size=self.config["vocab_size"],
             max_length=self.config["max_position_embeddings"],
         )
 
-    def _get(self, key: str) -> Any:
-        if key not in self._metadata:
-            raise UserError(f"{self.path}: metadata {key} is missing")
-        return self._metadata[key]
+    def _is_shifted(self, name: str) -> bool:
+        return self._norm_offset != 0 and name.endswith("norm.weight")
 
-    def _count(self, key: str) -> int:
-        value = self._get(key)
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"{self.path}: metadata {key} must be a number above 0, it is {value}")
-        return value
-
-    def _map_names(self, stored: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
-        tensors: dict[str, ReaderTensor] = {}
-        for name, tensor in stored.items():
-            layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-            if name in _NAMES:
-                tensors[_NAMES[name]] = tensor
-            elif layer and layer[2] in _LAYER_NAMES:
-                tensors[f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.weight"] = tensor
-            elif name != _ROPE_FACTORS:
-                raise UserError(f"{self.path}: tensor {name} has no place in a Llama decoder")
-        if "model.embed_tokens.weight" not in tensors:
-            raise UserError(f"{self.path}: tensor token_embd.weight is missing")
-        return tensors
-
-    def _build_config(self, rope_factors: ReaderTensor | None) -> dict[str, Any]:
-        """Hugging Face's config.json for the file's metadata."""
-        for key in self._metadata:
-            if key.startswith("llama.") and key.removeprefix("llama.") not in _KNOWN_KEYS:
-                raise UserError(f"{self.path}: metadata {key} is not understood")
-        heads = self._count("llama.attention.head_count")
-        hidden = self._count("llama.embedding_length")
-        head_dim = self._metadata.get("llama.attention.key_length", hidden // heads)
-        for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-            if self._metadata.get(key, head_dim) != head_dim:
+    def _map_names(
+        self,
+        stored: dict[str, ReaderTensor],
+        metadata: Metadata,
+        shapes: dict[str, tuple[int, ...]],
+    ) -> dict[str, ReaderTensor]:
+        """The file's tensors by Hugging Face's names, which must be those of `shapes`."""
+        found = {}
+        places = _places(metadata.architecture, self.config["num_hidden_layers"], shapes)
+        for place, name in places.items():
+            if place not in stored:
+                missing = len(places.keys() - stored.keys())
                 raise UserError(
-                    f"{self.path}: {key} {self._metadata[key]} differs from the head size "
-                    f"{head_dim}, which is not supported"
+                    f"{self.path}: tensor {place} ({name}) is missing ({missing} in all)"
                 )
-        vocab_size = self.shape("model.embed_tokens.weight")[0]
-        if self._metadata.get("llama.vocab_size", vocab_size) != vocab_size:
+            if _shape(stored[place]) != shapes[name]:
+                raise UserError(
+                    f"{self.path}: tensor {place} has shape {_shape(stored[place])}, the metadata "
+                    f"ask for {shapes[name]}"
+                )
+            found[name] = stored[place]
+        known = {ROPE_FACTORS} if self._permuted else set()
+        for extra in sorted(stored.keys() - places.keys() - known):
+            layer = re.match(r"blk\.(\d+)\.", extra)
+            if layer and int(layer[1]) >= self.config["num_hidden_layers"]:
+                raise UserError(
+                    f"{self.path}: tensor {extra} lies past the "
+                    f"{self.config['num_hidden_layers']} layers of {metadata.name('block_count')}"
+                )
             raise UserError(
-                f"{self.path}: llama.vocab_size {self._metadata['llama.vocab_size']} differs from "
-                f"the {vocab_size} rows of token_embd.weight"
+                f"{self.path}: tensor {extra} has no place in a {self.config['model_type']} model"
             )
-        return {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": vocab_size,
-            "hidden_size": hidden,
-            "intermediate_size": self._count("llama.feed_forward_length"),
-            "num_hidden_layers": self._count("llama.block_count"),
-            "num_attention_heads": heads,
-            # the two fallbacks are the format's own: no grouping, and Llama 2's base
-            "num_key_value_heads": self._metadata.get("llama.attention.head_count_kv", heads),
-            "rope_theta": shortest(self._metadata.get("llama.rope.freq_base", 10000.0)),
-            "head_dim": head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "max_position_embeddings": self._count("llama.context_length"),
-            "rms_norm_eps": shortest(self._get("llama.attention.layer_norm_rms_epsilon")),
-            "rope_scaling": self._rope_scaling(rope_factors, head_dim),
-            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-            "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
-            "pad_token_id": self._metadata.get("tokenizer.ggml.padding_token_id"),
-        }
-
-    def _rope_scaling(self, factors: ReaderTensor | None, head_dim: int) -> dict[str, Any] | None:
-        kind = self._metadata.get("llama.rope.scaling.type", "none")
-        linear = self._metadata.get("llama.rope.scale_linear", 1.0)  # the older spelling
-        if kind == "linear":
-            linear = self._get("llama.rope.scaling.factor")
-        elif kind != "none":
-            raise UserError(f"{self.path}: RoPE scaling {kind} is not supported in GGUF files")
-        if factors is None:
-            return None if linear == 1 else {"rope_type": "linear", "factor": shortest(linear)}
-        values = np.array(factors.data, np.float32)
-        if linear != 1 or values.shape != (head_dim // 2,):
-            raise UserError(
-                f"{self.path}: {_ROPE_FACTORS} of shape {values.shape} with linear scaling "
-                f"{linear} does not fit heads of size {head_dim}"
-            )
-        theta = self._metadata.get("llama.rope.freq_base", 10000.0)
-        return recover_rope_scaling(values, theta)
-
-    def _check_complete(self) -> None:
-        wanted = {*_NAMES.values()} - {"lm_head.weight"}
-        for layer in range(self.config["num_hidden_layers"]):
-            wanted |= {f"model.layers.{layer}.{name}.weight" for name in _LAYER_NAMES.values()}
-        if missing := sorted(wanted - self.names()):
-            raise UserError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-        if extra := sorted(self.names() - wanted - {"lm_head.weight"}):
-            raise UserError(
-                f"{self.path}: tensor {extra[0]} lies past the "
-                f"{self.config['num_hidden_layers']} layers of llama.block_count"
-            )
+        return found
 
 
-def shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
+def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(tensor.shape))
 
 
-def recover_rope_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
-    """`rope_scaling` whose inverse frequencies are the plain ones divided by `factors`.
-
-    Llama 3.1 and 3.2 scale with low 1, high 4 and original length 8192, and a factor of 8 or 32,
-    which is the last entry of `factors` `[head_dim / 2]`; where that gives these factors it is
-    named `llama3`. Others are kept as a list under `gguf_factors`.
-    """
-    factor = shortest(factors[-1])
-    llama3 = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    plain, scaled = (
-        read_rope(Fields({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(factors)).array()
-        for scaling in (None, llama3)
-    )
-    if np.allclose(factors, plain / scaled, rtol=1e-5, atol=0):
-        return llama3
-    return {"rope_type": "gguf_factors", "factors": [shortest(value) for value in factors]}
+def _places(architecture: str, layers: int, names: dict[str, Any]) -> dict[str, str]:
+    """Hugging Face's names by GGUF's, as the gguf package pairs them for an architecture."""
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    paired = gguf.get_tensor_name_map(arch, layers)
+    places = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        places[f"{paired.get_name(module)}.{kind}"] = name
+    return places

@@ -74,10 +74,13 @@ def open_reader(path: Path) -> GGUFReader:
 def values(tensor: ReaderTensor, permuted_heads: int | None = None) -> np.ndarray:
     """A copy of a tensor; F32, F16 and BF16 as stored, other types dequantised to float32.
 
-    `permuted_heads`: the number of heads of a q or k matrix, whose rows llama.cpp reorders. Each
-    row is quantised by itself, so rows can be put in order before they are dequantised, and one
-    small chunk is all the memory that is needed beside the result.
+    `permuted_heads`: the number of heads of a q or k matrix or bias, whose rows llama.cpp reorders.
+    Each row is quantised by itself, so rows can be put in order before they are dequantised, and
+    one small chunk is all the memory that is needed beside the result.
     """
+    if permuted_heads is not None and len(tensor.shape) == 1:
+        bias = values(tensor)
+        return bias[row_order(len(bias), permuted_heads)]
     kind: Any = tensor.tensor_type
     stored = tensor.data.view(ml_dtypes.bfloat16) if kind == GgmlType.BF16 else tensor.data
     rows = stored.reshape(-1, stored.shape[-1])
@@ -95,7 +98,7 @@ def values(tensor: ReaderTensor, permuted_heads: int | None = None) -> np.ndarra
 
 
 def row_order(num_rows: int, num_heads: int) -> np.ndarray:
-    """Where each row of Hugging Face's q or k matrix lies in GGUF's.
+    """Where each row of Hugging Face's q or k matrix or bias lies in GGUF's.
 
     llama.cpp rotates neighbouring pairs and so its converter interleaves the two halves of each
     head: row `2 i + h` of a head there is row `h head_dim / 2 + i` here.

@@ -31,6 +31,29 @@ DESCRIPTION = (
     "default, the word none sets it back."
 )
 
+# What users of other trainers look for, and what is said of it.
+ELSEWHERE = {
+    "model": "did you mean --model_name_or_path?",
+    "base_model": "did you mean --model_name_or_path?",
+    "model_revision": "did you mean --revision?",
+    "dataset": "did you mean --dataset_name?",
+    "datasets": "did you mean --dataset_name?",
+    "train_file": "did you mean --dataset_name?",
+    "lr": "did you mean --learning_rate?",
+    "r": "did you mean --lora_r?",
+    "bf16": "write --dtype bfloat16",
+    "fp16": "write --dtype float16",
+    "torch_dtype": "did you mean --dtype?",
+    "warmup_ratio": "give the number of updates as --warmup_steps",
+    "eval_strategy": "evaluation follows --eval_steps alone",
+    "save_strategy": "saving follows --save_steps alone",
+    "load_in_8bit": "weights are kept in 4 bits, or as the checkpoint has them: --load_in_4bit "
+    "true or false",
+    "use_peft": "it is not needed, a LoRA adapter is always what is trained",
+    "optim": "it is not needed, AdamW is always used",
+    "push_to_hub": "it is not offered; upload the output folder with 'hf upload'",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -344,15 +367,16 @@ def parse(argv: Sequence[str]) -> TrainConfig:
         prog="python -m jaxft.train",
         description=DESCRIPTION,
         groups={"config": "A file of options.", **GROUPS},
+        elsewhere=ELSEWHERE,
     )
     path = given.pop("config", None)
-    given = ({} if path is None else options.read_yaml(TrainConfig, path)) | given
+    given = ({} if path is None else options.read_yaml(TrainConfig, path, ELSEWHERE)) | given
     return options.make(TrainConfig, given)
 
 
 def from_yaml(path: str | Path) -> TrainConfig:
     """The run described by a YAML file alone; UserError as `parse`."""
-    return options.make(TrainConfig, options.read_yaml(TrainConfig, path))
+    return options.make(TrainConfig, options.read_yaml(TrainConfig, path, ELSEWHERE))
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -96,6 +96,10 @@ def check_lora_options(
                 f"--lora_target_modules: {target!r} is no name of a module; all-linear and a "
                 "regular expression stand alone"
             )
+        if re.fullmatch(r"\w+(, ?\w+)+", target):
+            raise UserError(
+                f"--lora_target_modules {target}: separate the names by spaces, not commas"
+            )
     patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
     expressions = {"lora_target_modules": filter(is_pattern, targets), **patterns}
     for name, keys in expressions.items():

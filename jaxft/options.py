@@ -11,6 +11,7 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -152,7 +153,11 @@ def nearest(name: str, names: Sequence[str]) -> list[str]:
     return [candidate for candidate in names if scores[candidate] >= enough][:3]
 
 
-def _suggest(name: str, names: Sequence[str], dashes: str, otherwise: str) -> str:
+def _suggest(
+    name: str, names: Sequence[str], dashes: str, otherwise: str, hints: Mapping[str, str]
+) -> str:
+    if name in hints:
+        return hints[name]
     guesses = [dashes + guess for guess in nearest(name.lower().replace("-", "_"), names)]
     return f"did you mean {' or '.join(guesses)}?" if guesses else otherwise
 
@@ -164,14 +169,17 @@ def read_command_line(
     prog: str,
     description: str,
     groups: Mapping[str, str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What the user gave on the command line, read, and nothing else; `--help` prints and exits.
 
-    `groups` maps each group of `cls`'s fields to its description, in the order of the help.
-    Raises UserError for an unknown option, a missing value or a value of the wrong kind.
+    `groups` maps each group of `cls`'s fields to its description, in the order of the help;
+    `elsewhere` what is said of other tools' options. Raises UserError for an option that is unknown
+    or given twice, a missing value or a value of the wrong kind.
     """
     import tyro
 
+    _check_repeated(argv)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = get_type_hints(cls)
     parts = []
@@ -193,7 +201,7 @@ def read_command_line(
         use_underscores=True,
     )
     if unknown:
-        raise UserError(_unknown_option(unknown[0], fields, hints))
+        raise UserError(_unknown_option(unknown[0], fields, hints, elsewhere))
     given = {}
     for group in groups:
         for name, tokens in vars(getattr(parsed, group)).items():
@@ -207,14 +215,30 @@ def read_command_line(
     return given
 
 
-def _unknown_option(token: str, fields: Mapping[str, dataclasses.Field], hints: Any) -> str:
+def _check_repeated(argv: Sequence[str]) -> None:
+    """Of an option that stands twice a parser keeps the last and drops what the first one asked."""
+    names = [token.split("=")[0].replace("-", "_") for token in argv if token.startswith("--")]
+    for name in names:
+        if names.count(name) > 1:
+            option = f"--{name.lstrip('_')}"
+            raise UserError(f"{option} is given twice: write all its values behind one {option}")
+
+
+def _unknown_option(
+    token: str,
+    fields: Mapping[str, dataclasses.Field],
+    hints: Any,
+    elsewhere: Mapping[str, str],
+) -> str:
     name = token.split("=")[0]
     bare = name.lstrip("-").replace("-", "_")
     if not name.startswith("-"):
-        return f"unexpected argument {name!r}: every value follows its --option"
+        config = f"; did you mean --config {name}?" if name.endswith((".yaml", ".yml")) else ""
+        return f"unexpected argument {name!r}: every value follows its --option{config}"
     if bare.startswith("no_") and hints.get(bare[3:]) is bool:
         return f"unknown option {name}: write --{bare[3:]} false"
-    return f"unknown option {name}: {_suggest(bare, list(fields), '--', 'see --help')}"
+    suggestion = _suggest(bare, list(fields), "--", "see --help", elsewhere)
+    return f"unknown option {name}: {suggestion}"
 
 
 def _value_of_tokens(field: dataclasses.Field, hint: Any, tokens: list[str]) -> Any:
@@ -225,6 +249,9 @@ def _value_of_tokens(field: dataclasses.Field, hint: Any, tokens: list[str]) -> 
     if get_origin(_required(hint)) in (tuple, Mapping):
         return tokens
     if len(tokens) > 1:
+        for token in tokens:
+            if token.startswith(("\u2013", "\u2014")):
+                raise ValueError(f"is followed by {token!r}: an option begins with two hyphens, --")
         raise ValueError(f"takes one value, got {' '.join(tokens)!r}")
     return tokens[0]
 
@@ -272,8 +299,12 @@ def _default(field: dataclasses.Field) -> str:
     return f"(default: {value})"
 
 
-def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
+def read_yaml(
+    cls: type, path: str | Path, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The options in a YAML file of `name: value` lines, read by the same rules.
+
+    `elsewhere` is that of `read_command_line`.
 
     Raises UserError naming file, line and key: unreadable file, unknown or repeated key, a value
     of the wrong kind.
@@ -298,12 +329,15 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     if not isinstance(root, yaml.MappingNode) or not isinstance(values, dict):
         raise UserError(f"{path}: must hold `option: value` lines")
     given: dict[str, Any] = {}
+    unknown = [str(node.value) for node, _ in root.value if str(node.value) not in fields]
     for node, _ in root.value:
         key, where = str(node.value), f"{path}:{node.start_mark.line + 1}"
         if key not in fields:
+            more = f"; also unknown: {', '.join(unknown[1:])}" if unknown[1:] else ""
             raise UserError(
                 f"{where}: unknown key {key!r}: "
-                + _suggest(key, list(fields), "", "--help lists the known ones")
+                + _suggest(key, list(fields), "", "--help lists the known ones", elsewhere)
+                + more
             )
         if key in given:
             raise UserError(f"{where}: key {key!r} is given twice")
@@ -315,10 +349,16 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
 
 
 def make[T](cls: type[T], given: Mapping[str, Any]) -> T:
-    """The config of these options; UserError where one that is required is not among them."""
-    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
-        if field.default is dataclasses.MISSING and field.name not in given:
-            raise UserError(f"--{field.name} is required")
+    """The config of these options; UserError where those that are required are not among them."""
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    missing = [
+        f"--{field.name}"
+        for field in fields
+        if field.default is dataclasses.MISSING and field.name not in given
+    ]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{', '.join(missing)} {verb} required; --help explains all options")
     return cls(**given)
 
 

@@ -48,7 +48,8 @@ def preflight(
         "run": [
             (
                 "updates",
-                f"{loader.num_steps:,} of {loader.shape[0]} x {loader.shape[1]} rows"
+                f"{loader.num_steps:,} of {loader.shape[0]} x {loader.shape[1]} rows, "
+                f"{loader.num_steps / loader.steps_per_epoch:.3g} epochs"
                 + (f", from {start:,} on" if start else ""),
             ),
             ("kernels", _kernels()),
@@ -61,9 +62,12 @@ def preflight(
     if model.left_alone:
         parts = ", ".join(part.rstrip(".") for part in model.left_alone)
         sections["model"].append(("left alone", parts))
-    if len(data.sources) > 1:
-        parts = [f"{name} {rows:,} x {weight:g}" for name, rows, weight in data.sources]
-        sections["data"].insert(0, ("sources", ", ".join(parts)))
+    weighted = config.dataset_weights is not None
+    parts = [
+        f"{name} ({rows:,} x {weight:g})" if weighted else f"{name} ({rows:,})"
+        for name, rows, weight in data.sources
+    ]
+    sections["data"].insert(0, ("sources" if len(parts) > 1 else "source", ", ".join(parts)))
     if data.evaluation:
         sections["data"].append(
             (
@@ -75,7 +79,21 @@ def preflight(
                 ),
             )
         )
+    if notes := _notes(config, loader.num_steps):
+        sections["run"].append(("note", "; ".join(notes)))
     return sections
+
+
+def _notes(config: TrainConfig, updates: int) -> list[str]:
+    """What can be meant, but seldom is."""
+    notes = []
+    if config.warmup_steps >= updates:
+        notes.append(f"the rate still rises after {updates} updates (--warmup_steps)")
+    if config.eval_steps is not None and config.eval_steps >= updates:
+        notes.append("--eval_steps is past the last update: there is no evaluation between")
+    if config.learning_rate == 0:
+        notes.append("--learning_rate 0 learns nothing")
+    return notes
 
 
 def _where(config: TrainConfig) -> str:

@@ -1,12 +1,14 @@
 """Everything about a run's data that is known before the model is loaded."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
 
 from jaxft.config import TrainConfig
 from jaxft.data.chat import encode
@@ -25,6 +27,9 @@ from jaxft.data.sources import Source, open_sources
 from jaxft.errors import UserError
 from jaxft.model.config import ModelConfig
 from jaxft.report import progress_bar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,16 @@ FREE = frozenset(
 )
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 TRACES = (METRICS, CHECKPOINTS, WEIGHTS)
+# What a run writes besides: in a folder without traces of a run these are somebody else's.
+OTHERS = (
+    "README.md",
+    "adapter_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ def find_start(config: TrainConfig, identity: dict[str, Any]) -> Start:
     if output.exists() and not output.is_dir():
         raise UserError(f"--output_dir {output} is a file")
     _check_writable(output)
+    _check_foreign(output)
     if wish is None:
         _check_unused(output)
         return Start(0)
@@ -92,7 +103,8 @@ def _wanted_step(wish: str, steps: list[int], output: Path, path: Path) -> int:
         return steps[-1] if steps else 0
     name = Path(wish).name
     if not name.isdecimal() or int(name) not in steps:
-        raise UserError(f"--resume_from_checkpoint {wish} is no whole checkpoint")
+        hint = "; write latest for the newest one" if wish.lower() == "true" else ""
+        raise UserError(f"--resume_from_checkpoint {wish} is no whole checkpoint{hint}")
     if path != (output / CHECKPOINTS).absolute():
         _check_unused(output)
     return int(name)
@@ -131,6 +143,18 @@ def open_run_folder(config: TrainConfig) -> Path:
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be written: {error.strerror}") from error
     return folder
+
+
+def _check_foreign(folder: Path) -> None:
+    """UserError where a run would replace files that no run has written."""
+    if any((folder / trace).exists() for trace in TRACES):
+        return
+    for name in OTHERS:
+        if (folder / name).exists():
+            raise UserError(
+                f"--output_dir {folder} holds a {name} that is not of a run and would be replaced: "
+                "name another folder"
+            )
 
 
 def _check_unused(folder: Path) -> None:

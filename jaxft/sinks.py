@@ -116,7 +116,7 @@ def check_report_to(name: str) -> None:
         return
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # a bare folder of that name, as wandb leaves one
-        raise UserError(f"--report_to {name} needs a package: pip install 'jaxft[{name}]'")
+        raise UserError(f"--report_to {name} needs a package: pip install {name}")
 
 
 def open_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:

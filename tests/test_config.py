@@ -17,7 +17,9 @@ REQUIRED = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--output_
 
 
 def parse(*args: str) -> TrainConfig:
-    return config.parse([*REQUIRED, *args])
+    """With what is required, where the arguments do not give it themselves."""
+    pairs = zip(REQUIRED[::2], REQUIRED[1::2], strict=True)
+    return config.parse([*(w for pair in pairs if pair[0] not in args for w in pair), *args])
 
 
 def complaint(*args: str) -> str:
@@ -152,6 +154,39 @@ def test_a_fault_is_one_line_that_names_option_and_value(args, parts):
     message = complaint(*args)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--dataset_name", "a", "--dataset-name", "b"], ["--dataset_name is given twice"]),
+        (["--lora_r=4", "--lora_r", "8"], ["--lora_r is given twice", "one --lora_r"]),
+        (["--bf16"], ["unknown option --bf16", "--dtype bfloat16"]),
+        (["--base_model", "m"], ["--model_name_or_path"]),
+        (["--load_in_8bit"], ["--load_in_4bit true or false"]),
+        (["--warmup_ratio", "0.1"], ["--warmup_steps", "number of updates"]),
+        (["--max_steps", "3", "\u2014seed", "4"], ["--max_steps", "two hyphens"]),
+        (["run.yaml"], ["did you mean --config run.yaml?"]),
+        (["--lora_target_modules", "q_proj,v_proj"], ["q_proj,v_proj", "by spaces, not commas"]),
+    ],
+)
+def test_what_users_of_other_trainers_type(args, parts):
+    message = complaint(*args)
+    for part in parts:
+        assert part in message
+
+
+def test_all_that_is_missing_is_told_at_once(tmp_path):
+    with pytest.raises(UserError) as caught:
+        config.parse(["--seed", "1"])
+    assert str(caught.value).startswith(
+        "--model_name_or_path, --dataset_name, --output_dir are required"
+    )
+    path = write(tmp_path, "base_model: m\nseed: 1\nsequence_len: 5\n")
+    with pytest.raises(UserError) as caught:
+        config.from_yaml(path)
+    for part in (":1:", "'base_model'", "--model_name_or_path", "also unknown: sequence_len"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", REQUIRED[::2])

@@ -5,18 +5,15 @@ alone decides about BOS. Labels are the assistant's turns, content and turn end,
 `jaxft.data.spans` describes.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Sequence
 from itertools import batched
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
-
-# Not among the documented entries of transformers, but the one place that tells where
-# {% generation %} blocks begin and end in the text.
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxft.data import spans
 from jaxft.data.examples import Example, make_example
@@ -25,6 +22,10 @@ from jaxft.data.plain import PlainEncoder
 from jaxft.data.rows import Row
 from jaxft.data.turns import Chat
 from jaxft.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 _BATCH = 1000  # rows a tokenizer call
 
@@ -68,6 +69,11 @@ class ChatEncoder:
     """Renders chats through the tokenizer's template and marks the assistant's turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        # Not among the documented entries of transformers, but the one place that tells where
+        # {% generation %} blocks begin and end in the text.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._render_template = cast(Any, render_jinja_template)
         self._tokenizer = tokenizer
         self._template: str = tokenizer.get_chat_template()
         self._marked = spans.has_markers(self._template)
@@ -110,7 +116,7 @@ class ChatEncoder:
         self, chat: Chat, messages: list[dict[str, Any]], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            texts, marked = cast(Any, render_jinja_template)(
+            texts, marked = self._render_template(
                 conversations=[messages],
                 chat_template=self._template,
                 return_assistant_tokens_mask=self._marked,

@@ -1,13 +1,18 @@
 """Encoded documents, and the checks and choices that need their lengths and ids only."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 Overflow = Literal["error", "drop", "truncate"]
 
@@ -66,7 +71,7 @@ class OverflowReport:
     truncated: int = 0
     emptied: int = 0
 
-    def __add__(self, other: "OverflowReport") -> "OverflowReport":
+    def __add__(self, other: OverflowReport) -> OverflowReport:
         return OverflowReport(
             self.dropped + other.dropped,
             self.truncated + other.truncated,

@@ -18,6 +18,7 @@ import yaml
 from jaxft.data.files import ACCEPTED, PATTERNS, format_of
 from jaxft.errors import UserError
 from jaxft.formats.files import read_json
+from jaxft.formats.hub import advice
 
 TRAIN = "train"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(.*)")
@@ -63,7 +64,7 @@ def find(name: str, configuration: str | None = None) -> Place:
     if os.path.isfile(path):
         return Place({TRAIN: [path]}, single=True)
     if not glob.has_magic(name):
-        raise UserError(f"data set {name!r}: no file or folder {path.absolute()}")
+        raise UserError(f"data set {name!r}: no file or folder {path.absolute()}{advice(name)}")
     found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     files = [file for file in found if file.is_file()]
     if not files:

@@ -1,13 +1,18 @@
 """Token ids and loss masks of texts and of prompt/completion pairs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from jaxft.data.examples import Example, make_example
 from jaxft.data.layouts import Pair, Text
 from jaxft.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class PlainEncoder:

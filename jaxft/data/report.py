@@ -1,12 +1,16 @@
 """What a run will train on, in numbers, for the report before it starts."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from jaxft.data.examples import OverflowReport
 from jaxft.data.loader import Loader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)

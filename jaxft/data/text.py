@@ -27,6 +27,10 @@ _OTHERS = {
     b"PK\x03\x04": "a zip archive or a spreadsheet; save the rows as CSV",
     b"\xff\xfe": "UTF-16 text; save it as UTF-8",
     b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+    b"%PDF": "a PDF document",
+    b"<!DOCTYPE": "a web page; was it the file's own address?",
+    b"<!doctype": "a web page; was it the file's own address?",
+    b"<html": "a web page; was it the file's own address?",
 }
 Lines = Iterable[bytes]
 
@@ -36,6 +40,11 @@ def json_lines(lines: Lines, path: Path, label: str) -> list[Row]:
     rows = []
     # Lines end at "\n" only: U+2028 and its like may stand inside a JSON string.
     for number, line in enumerate(lines, start=1):
+        if line.strip() in (b"[", b"{") and not rows:
+            raise UserError(
+                f"{path}:{number}: JSON over several lines, where each line must hold a row; name "
+                "the file .json"
+            )
         if line.strip():
             rows.append(Row(_object(line.rstrip(), f"{path}:{number}"), f"{label}:{number}"))
     return rows
@@ -125,6 +134,12 @@ def _delimited(lines: Lines, path: Path, label: str, delimiter: str) -> list[Row
 
 
 def _header(cells: list[str], place: str) -> list[str]:
+    other = next((sign for sign in ";\t|" if len(cells) == 1 and sign in cells[0]), None)
+    if other is not None:
+        raise UserError(
+            f"{place}: the columns are separated by {other!r}; save the file with commas"
+            + (", or name it .tsv" if other == "\t" else "")
+        )
     names = [cell or "(no name)" for cell in cells]  # pandas leaves its index column without one
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

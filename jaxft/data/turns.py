@@ -42,6 +42,10 @@ def parse_messages(messages: Any, origin: str, trained_from: int = 0) -> Chat:
         where = f"{origin}: message {number}"
         if not isinstance(message, dict):
             raise UserError(f"{where} must be an object with role and content")
+        if "role" not in message and {"from", "value"} <= message.keys():
+            raise UserError(
+                f"{where} has from and value, as ShareGPT names them: call the column conversations"
+            )
         role = _role(message.get("role"), where)
         learn = _flagged(message, where)
         # A key that is null is one that is not there: templates would print "None".

@@ -1,14 +1,18 @@
 """Token ids that end an answer: those a base model stops at, and those its training added."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from jaxft.errors import UserError
 from jaxft.formats.files import read_json
 from jaxft.formats.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 FILE = "generation_config.json"
 _EOS = "eos_token_id"

@@ -4,14 +4,15 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read through 
 memory-mapped; names, layout, RoPE convention and norms are turned into Hugging Face's.
 """
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 from gguf import ReaderTensor
-from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
 from jaxft.formats.gguf_config import ROPE_FACTORS, Metadata, build_config
@@ -19,6 +20,10 @@ from jaxft.formats.gguf_tensors import PLAIN, open_reader, values
 from jaxft.formats.gguf_tokenizer import build_tokenizer
 from jaxft.formats.loading import tensor_shapes
 from jaxft.model.families import read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 # llama.cpp rotates neighbouring pairs in this architecture alone, halves in the others.
 _PERMUTED = "llama"

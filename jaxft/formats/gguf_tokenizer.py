@@ -4,9 +4,11 @@ Two kinds exist for Llama, Qwen and Gemma: byte-level BPE with its merges (`gpt2
 SentencePiece vocabulary with scores (`llama`), whose merges follow from the scores.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import (
     AddedToken,
@@ -18,9 +20,13 @@ from tokenizers import (
     processors,
 )
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
+from jaxft.formats.tokenizers import tokenizer_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 # token types of the format
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
@@ -74,7 +80,7 @@ def build_tokenizer(
     # where the file says nothing, Llama 2, Llama 3 and Gemma have a BOS
     has_bos = model == "llama" or kind == "llama-bpe"
     tokenizer.post_processor = _post_processor(fields, tokenizer, special_tokens, has_bos)
-    return PreTrainedTokenizerFast(
+    return tokenizer_class()(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         model_max_length=max_length,

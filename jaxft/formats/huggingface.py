@@ -1,10 +1,11 @@
 """A Hugging Face model folder: config.json, safetensors (one file or shards), tokenizer.json."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import UserError
 from jaxft.formats.files import (
@@ -14,7 +15,12 @@ from jaxft.formats.files import (
     read_json,
     read_safetensors_header,
 )
+from jaxft.formats.hub import advice
 from jaxft.formats.tokenizers import folder_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,7 +37,7 @@ class HuggingFaceFolder:
         self.path = Path(path).absolute()
         self.source = str(path) if source is None else source
         if not self.path.is_dir():
-            raise UserError(f"model folder does not exist: {self.path}")
+            raise UserError(f"model folder does not exist: {self.path}{advice(self.source)}")
         self.config = _read_config(self.path)
         generation = self.path / "generation_config.json"
         self.generation_config: dict[str, Any] | None = (

@@ -20,7 +20,7 @@ A LoRA adapter for `{base}`, trained with jaxft.
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained({base!r})
+base = AutoModelForCausalLM.from_pretrained({load})
 model = PeftModel.from_pretrained(base, {title!r})
 tokenizer = AutoTokenizer.from_pretrained({title!r})
 ```
@@ -91,7 +91,11 @@ def _write(
     }
     rows = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in summary.items())
     note = "" if is_hub_id else _LOCAL
-    body = body.format(base=base_model, note=note, rows=rows, **texts)
+    load = repr(base_model)
+    if base_model.endswith(".gguf"):  # transformers takes its folder or repository, and its name
+        place, _, file = base_model.rpartition("/")
+        load = f"{place or '.'!r}, gguf_file={file!r}"
+    body = body.format(base=base_model, load=load, note=note, rows=rows, **texts)
     with replacing_files(folder) as temporary:
         text = f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n\n{body}"
         (temporary / "README.md").write_text(text, encoding="utf-8")

@@ -1,13 +1,38 @@
 """Fast tokenizers out of a model folder and into a run's folder, without torch."""
 
-from pathlib import Path
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerFast
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxft.errors import UserError
 from jaxft.formats.files import read_json, replacing_files, write_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
 _CONFIG = "tokenizer_config.json"
+
+
+def tokenizer_class() -> type[PreTrainedTokenizerFast]:
+    """transformers' fast tokenizer, imported without its advice to install torch.
+
+    Of transformers only tokenizers and chat templates are used here; "models won't be available"
+    is nothing that a user needs to know.
+    """
+
+    def needed(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("PyTorch was not found")
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(needed)
+    try:
+        from transformers import PreTrainedTokenizerFast
+    finally:
+        logger.removeFilter(needed)
+    return PreTrainedTokenizerFast
 
 
 def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -20,15 +45,19 @@ def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     folder = folder.absolute()  # a relative `a/b` would be looked up on the hub by transformers
     if not (folder / "tokenizer.json").is_file():
-        raise UserError(
-            f"{folder}: has no tokenizer.json; make one with transformers: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
+        others = ("tokenizer.model", "vocab.json", "tekken.json")
+        remedy = "copy it, and tokenizer_config.json, from where the model comes from"
+        if any((folder / name).is_file() for name in others):
+            remedy = (
+                "make one with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        raise UserError(f"{folder}: has no tokenizer.json; {remedy}")
     for name in ("tokenizer.json", _CONFIG, "special_tokens_map.json"):
         if (folder / name).is_file():
             read_json(folder / name)  # one clear line for a damaged or git-lfs file
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return tokenizer_class().from_pretrained(folder)
     except (LookupError, TypeError, ValueError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{folder}: the tokenizer's files cannot be read ({reason})") from error

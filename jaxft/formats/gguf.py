@@ -123,6 +123,9 @@ class GgufFile:
             heads = self.config["num_key_value_heads"]
         return values(self._tensors[name], heads)
 
+    def nf4(self, name: str) -> None:
+        """None: GGUF has no such type."""
+
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer that the file's `tokenizer.*` metadata describe."""
         return build_tokenizer(

@@ -25,8 +25,8 @@ GROUPS = {
 }
 
 DESCRIPTION = (
-    "Fine-tunes a Llama-family model with LoRA on 4-bit weights and writes a PEFT adapter. "
-    "Every option may also stand in the YAML file of --config, under the same name; the command "
+    "Fine-tunes a Llama, Mistral, Qwen or Gemma model with LoRA on 4-bit weights and writes a PEFT "
+    "adapter. Every option may also stand in the YAML file of --config, under the same name; the command "
     "line wins. Booleans: --packing, --packing true, --packing false. Where 'none' is a default, "
     "the word none sets it back."
 )

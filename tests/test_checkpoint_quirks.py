@@ -12,7 +12,7 @@ from tiny import tiny_folder, write_chats
 
 from jaxft import train
 from jaxft.config import TrainConfig
-from jaxft.formats.loading import HEAD, TABLE
+from jaxft.formats.loading import HEAD
 
 TOKENS = np.random.default_rng(0).integers(4, 250, (2, 60))
 OLDER = {"type" if key == "rope_type" else key: value for key, value in LLAMA3_ROPE.items()}
@@ -21,6 +21,8 @@ SPELLINGS = {
     "older": {"rope_theta": 500000.0, "rope_scaling": OLDER},
     "new": {"rope_theta": None, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}},
 }
+
+TABLE = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")

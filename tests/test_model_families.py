@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import load, logits
@@ -225,6 +227,22 @@ def test_packed_is_unpacked(family):
         start += len(document)
     run_on = logits(decoder, [row])[0]
     assert largest(run_on[17:26], packed[17:26]) > SEEN
+
+
+def test_token_by_token(family):
+    """With a cache, past the windows: the same hidden states as all at once."""
+    _, _, _, decoder = family
+    document = DOCUMENTS[0] + DOCUMENTS[2]
+    whole = logits(decoder, [document])[0]
+    caches, found = decoder.empty_caches(1, 32), []
+    extend = jax.jit(decoder.extend)
+    for start, end in ((0, 9), *((i, i + 1) for i in range(9, len(document)))):
+        tokens = jnp.asarray([document[start:end]], jnp.int32)
+        hidden, caches = extend(tokens, jnp.asarray(start), caches)
+        found.append(decoder.logits(hidden)[0])
+    assert largest(np.concatenate(found), whole) < 1e-4
+    forgetful, _ = extend(tokens, jnp.asarray(0), decoder.empty_caches(1, 32))
+    assert largest(decoder.logits(forgetful)[0, -1], whole[-1]) > SEEN
 
 
 def test_adapter_through_peft_and_merged(family, tmp_path):

@@ -35,10 +35,22 @@ def read_config(config: Mapping[str, Any], max_length: int | None = None) -> Mod
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise UserError(
-            f"config.json: model_type {model_type!r} is not supported; "
-            f"supported: {', '.join(FAMILIES)}"
+            f"config.json: model_type {model_type!r} is not supported; supported are dense "
+            f"decoders of the types {', '.join(FAMILIES)}"
         )
+    _check_architecture(config)
     return FAMILIES[model_type](Fields(config), max_length)
+
+
+def _check_architecture(config: Mapping[str, Any]) -> None:
+    """A classifier or a bare encoder of a known model type has another head, or none."""
+    named = config.get("architectures") or []
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    if named and not (isinstance(named, list) and any(str(n).endswith(kinds) for n in named)):
+        raise UserError(
+            f"config.json: architectures {named!r} of model_type {config.get('model_type')!r} is "
+            "not supported; it must be a model for causal language modelling (...ForCausalLM)"
+        )
 
 
 def _llama(fields: Fields, length: int | None) -> ModelConfig:

@@ -130,7 +130,7 @@ def _blank(
         return nnx.merge(structures[number], room)
 
     kinds = [
-        (layer, *(jax.tree.map(jax.typeof, v.get_value()) for v in variables.values()))
+        (layer, *(jax.tree.map(_kind, v.get_value()) for v in variables.values()))
         for layer, variables in zip(config.layers, states, strict=True)
     ]
     groups = [
@@ -138,6 +138,10 @@ def _blank(
         for first, period, size in patterns(kinds)
     ]
     return Decoder(config, groups, compute)
+
+
+def _kind(x: Any) -> tuple[tuple[int, ...], str]:
+    return x.shape, x.dtype.name
 
 
 def patterns(layers: Sequence[Hashable], longest: int = 8) -> Iterator[tuple[int, int, int]]:

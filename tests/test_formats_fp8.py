@@ -155,7 +155,7 @@ FAULTS = {
     "another fp8": (
         {NAME: values(8, 8).astype(ml_dtypes.float8_e5m2), NAME + "_scale": scales()},
         {},
-        f"tensor {NAME} is stored as F8_E5M2",
+        f"tensor {NAME} is stored as F8_E5M2; only",
     ),
     "another grid": (
         {NAME: values(8, 300), NAME + "_scale_inv": scales(1, 2)},

@@ -100,7 +100,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 def float_dtype(name: str, info: TensorInfo) -> np.dtype:
     """The dtype of a tensor of a safetensors file. Raises UserError where it is no float."""
     if info.dtype not in FLOAT_DTYPES:
-        lacks = " without scales" if info.dtype.startswith("F8") else ""
+        lacks = " without scales" if info.dtype == "F8_E4M3" else ""
         raise UserError(
             f"{info.path}: tensor {name} is stored as {info.dtype}{lacks}; "
             f"only {', '.join(FLOAT_DTYPES)} are read"

@@ -80,14 +80,17 @@ class TrainConfig:
     load_in_4bit: bool = option(
         True,
         group="model",
-        help="Keep the frozen projections as NF4 (half a byte a weight). false keeps the "
-        "checkpoint's own 16- or 32-bit weights: exacter, for four times the memory.",
+        help="Keep the frozen projections as NF4 (half a byte a weight). A checkpoint that is NF4 "
+        "already (bitsandbytes) keeps its codes, and its layers in more bits as they are. false "
+        "keeps the checkpoint's own 16- or 32-bit weights: exacter, for four times the memory; "
+        "quantised ones are dequantised.",
     )
     use_bnb_nested_quant: bool = option(
         True,
         group="model",
         help="Quantise the NF4 scales as well: saves about 0.4 bit a weight. Turn off only to "
-        "match a base that was quantised without it. Without effect when load_in_4bit is false.",
+        "match a base that was quantised without it. Without effect when load_in_4bit is false or "
+        "the checkpoint is NF4 already.",
     )
 
     lora_r: int = option(

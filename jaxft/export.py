@@ -59,7 +59,8 @@ class MergeConfig:
         group="arithmetic",
         help="What the adapter is added to. original: the checkpoint's own weights, which is what "
         "PEFT and vLLM add it to. nf4: the weights as training with load_in_4bit saw them, every "
-        "projection quantised and dequantised; this gives the logits that were trained.",
+        "projection quantised and dequantised; this gives the logits that were trained. Where the "
+        "checkpoint holds NF4 itself, both are its dequantised weights.",
     )
     use_bnb_nested_quant: bool = option(
         True,
@@ -69,9 +70,9 @@ class MergeConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
         group="arithmetic",
-        help="Number format of the result. auto keeps that of each tensor of the base, and takes "
-        "bfloat16 for the quantised ones of a GGUF file. Rounding to 16 bits swallows changes "
-        "far smaller than the weights; how much of the update is left is printed.",
+        help="Number format of the result. auto keeps that of each tensor of the base, and for "
+        "quantised ones takes that of config.json, else bfloat16. Rounding to 16 bits swallows "
+        "changes far smaller than the weights; how much of the update is left is printed.",
     )
     output_dir: str = option(
         group="output",

@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 
 from jaxft.config import TrainConfig
+from jaxft.formats.forms import stored_codes
+from jaxft.formats.weights import Checkpoint
 from jaxft.lora_config import LoraConfig, adapted_modules, count_parameters
 from jaxft.model.config import ModelConfig
 from jaxft.prepare import Data
@@ -16,6 +18,7 @@ Sections = Mapping[str, Sequence[tuple[str, object]]]
 
 def preflight(
     config: TrainConfig,
+    checkpoint: Checkpoint,
     adapter: LoraConfig,
     model: ModelConfig,
     data: Data,
@@ -28,7 +31,11 @@ def preflight(
     sections: dict[str, list[tuple[str, object]]] = {
         "model": [
             ("base", config.model_name_or_path + _where(config)),
-            ("weights", _weights(config) + f", arithmetic {dtype} on {device.device_kind}"),
+            (
+                "weights",
+                f"{describe_weights(config, checkpoint, model, dtype)}, arithmetic {dtype} on "
+                f"{device.device_kind}",
+            ),
             ("trainable", _adapter(adapter, model)),
         ],
         "data": [
@@ -102,10 +109,29 @@ def _where(config: TrainConfig) -> str:
     return " (local: others will not find it by this name)" if local else ""
 
 
-def _weights(config: TrainConfig) -> str:
-    if not config.load_in_4bit:
-        return "as in the checkpoint"
-    return "NF4" + (" with double quantisation" if config.use_bnb_nested_quant else "")
+def describe_weights(
+    config: TrainConfig, checkpoint: Checkpoint, model: ModelConfig, dtype: str
+) -> str:
+    """How the projections are kept, and what the checkpoint has of them."""
+    double = " with double quantisation"
+    names = {path: f"{path}.weight" for path in model.module_paths}
+    codes = stored_codes(checkpoint, model)
+    if not codes:
+        if config.load_in_4bit:
+            return "NF4" + (double if config.use_bnb_nested_quant else "")
+        quantised = any(checkpoint.dtype(name) is None for name in names.values())
+        return "as in the checkpoint" + (f", dequantised to {dtype}" if quantised else "")
+    nested = sum(stored.nested for stored in codes.values())
+    text = "NF4" + (double if nested else "")
+    text += f" for {nested:,} of them" if 0 < nested < len(codes) else ""
+    text += " as stored" if config.load_in_4bit else f" as stored, dequantised to {dtype}"
+    wide = {
+        str(checkpoint.dtype(name) or dtype) for path, name in names.items() if path not in codes
+    }
+    if wide:
+        kinds, count = "/".join(sorted(wide)), len(names) - len(codes)
+        text += f", {count:,} of {len(names):,} projections in {kinds}"
+    return text
 
 
 def _adapter(adapter: LoraConfig, model: ModelConfig) -> str:

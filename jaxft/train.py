@@ -31,7 +31,7 @@ from jaxft.model.config import ModelConfig
 from jaxft.model.decoder import Decoder
 from jaxft.model.families import read_config
 from jaxft.optim import OptimConfig, make_optimizer, make_schedule
-from jaxft.preflight import preflight
+from jaxft.preflight import describe_weights, preflight
 from jaxft.prepare import Data, prepare_data
 from jaxft.quant import Storage
 from jaxft.report import (
@@ -98,7 +98,9 @@ def run(config: TrainConfig) -> int:
         data.train.num_steps,
     )
     start = find_start(config, identity)
-    print_preflight(preflight(config, adapter, model, data, dtype.name, start.step), console)
+    print_preflight(
+        preflight(config, checkpoint, adapter, model, data, dtype.name, start.step), console
+    )
 
     if config.dry_run:
         console.print("dry run: nothing was trained or written")
@@ -115,7 +117,8 @@ def run(config: TrainConfig) -> int:
     if stopped is not None:
         return 128 + stopped
     ends = data.statistics.ends
-    stops = export_adapter(folder, decoder, adapter, checkpoint, _summary(config, data), ends)
+    summary = _summary(config, data, describe_weights(config, checkpoint, model, dtype.name))
+    stops = export_adapter(folder, decoder, adapter, checkpoint, summary, ends)
     if stops:
         text = f"note: answers end in {stops}, where the base does not stop: the "
         console.print(text + "adapter's generation_config.json adds it", soft_wrap=True)
@@ -236,7 +239,7 @@ def _adapter_config(config: TrainConfig, model: ModelConfig) -> AdapterConfig:
     return exact_targets(adapter, model)
 
 
-def _summary(config: TrainConfig, data: Data) -> dict[str, object]:
+def _summary(config: TrainConfig, data: Data, weights: str) -> dict[str, object]:
     """Facts of the run for the model card."""
     numbers = data.statistics
     return {
@@ -246,7 +249,7 @@ def _summary(config: TrainConfig, data: Data) -> dict[str, object]:
         "updates": data.train.num_steps,
         "learning rate": config.learning_rate,
         "rank": config.lora_r,
-        "base weights": "NF4" if config.load_in_4bit else "as in the checkpoint",
+        "base weights": weights,
     }
 
 

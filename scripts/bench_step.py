@@ -112,6 +112,9 @@ class RandomCheckpoint:
         """bfloat16."""
         return np.dtype(jnp.bfloat16)
 
+    def nf4(self, name: str) -> None:
+        """None: it is quantised when it is loaded."""
+
     def read(self, name: str) -> Any:
         """Normal numbers of a trained model's size; norms are 1."""
         shape = self._shapes[name]

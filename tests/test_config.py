@@ -166,7 +166,6 @@ def test_a_fault_is_one_line_that_names_option_and_value(args, parts):
         (["--load_in_8bit"], ["--load_in_4bit true or false"]),
         (["--warmup_ratio", "0.1"], ["--warmup_steps", "number of updates"]),
         (["--max_steps", "3", "\u2014seed", "4"], ["--max_steps", "two hyphens"]),
-        (["run.yaml"], ["did you mean --config run.yaml?"]),
         (["--lora_target_modules", "q_proj,v_proj"], ["q_proj,v_proj", "by spaces, not commas"]),
     ],
 )
@@ -199,6 +198,8 @@ def test_a_required_option_is_asked_for(missing):
 def test_a_stray_word_is_refused():
     with pytest.raises(UserError, match="'stray'"):
         config.parse(["stray", *REQUIRED])
+    with pytest.raises(UserError, match=r"did you mean --config run\.yaml\?"):
+        config.parse(["run.yaml", *REQUIRED])
 
 
 def test_the_command_line_wins_over_yaml(tmp_path):

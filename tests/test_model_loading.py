@@ -124,10 +124,20 @@ def test_a_smaller_table_is_named(untied):
     refused(untied, TABLE, "(64, 32)", "(80, 32)")
 
 
-def test_layers_of_two_dtypes_are_named(untied):
-    edit_tensors(untied, lambda t: t.update({QUERY: t[QUERY].astype(ml_dtypes.bfloat16)}))
-    refused(untied, QUERY, "bfloat16", "float32")
-    load(untied, NF4_FP32)  # stored alike once quantised
+def test_layers_of_two_dtypes(untied):
+    """Each is kept as the file has it, in a group of its own."""
+    before = logits(load(untied), TOKENS)
+    norm = "model.layers.1.input_layernorm.weight"
+    for name, kind in ((QUERY, ml_dtypes.bfloat16), (norm, np.float16)):
+        edit_tensors(untied, lambda t, n=name, k=kind: t.update({n: t[n].astype(k)}))
+    decoder = load(untied)
+    first, second = (group.members[0] for group in decoder.groups)
+    assert first.self_attn.q_proj.weight.get_value().array.dtype == np.float32
+    assert second.self_attn.q_proj.weight.get_value().array.dtype == ml_dtypes.bfloat16
+    assert second.input_layernorm.weight.get_value().dtype == np.float16
+    got = logits(decoder, TOKENS)
+    assert largest(got, their_logits(open_in_transformers(untied), TOKENS)) < 1e-4
+    assert largest(got, before) > 1e-3
 
 
 @pytest.mark.parametrize(

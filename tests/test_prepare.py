@@ -15,7 +15,7 @@ from jaxft.errors import UserError
 from jaxft.prepare import Data, prepare_data
 from jaxft.run_folder import run_identity
 
-MODEL = cast(Any, SimpleNamespace(max_position_embeddings=4096, vocab_size=1000))
+MODEL = cast(Any, SimpleNamespace(length_limit=4096, vocab_size=1000))
 
 
 @pytest.fixture(autouse=True)

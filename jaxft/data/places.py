@@ -18,7 +18,7 @@ import yaml
 from jaxft.data.files import ACCEPTED, PATTERNS, format_of
 from jaxft.errors import UserError
 from jaxft.formats.files import read_json
-from jaxft.formats.hub import advice
+from jaxft.formats.hub_names import HUB_ID, advice
 
 TRAIN = "train"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(.*)")
@@ -76,8 +76,6 @@ def _is_hub_id(name: str) -> bool:
     """Whether a name is one of the hub's; train.jsonl and data/train.csv are files not found."""
     if format_of(Path(name)) is not None:
         return False
-    from jaxft.formats.hub import HUB_ID
-
     return HUB_ID.fullmatch(name) is not None
 
 

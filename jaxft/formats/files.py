@@ -27,11 +27,13 @@ FLOAT_DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: its file, its safetensors dtype name (`BF16`) and its shape."""
+    """Where a tensor lies: its file, its safetensors dtype name (`BF16`), its shape and bytes."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int  # in the file
+    size: int
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,11 +79,15 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        tensors = {
-            name: TensorInfo(path, str(entry["dtype"]), tuple(entry["shape"]))
-            for name, entry in header.items()
-        }
-        data = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        tensors = {}
+        data = 0
+        for name, entry in header.items():
+            start, end = map(int, entry["data_offsets"])
+            shape = tuple(entry["shape"])
+            tensors[name] = TensorInfo(
+                path, str(entry["dtype"]), shape, 8 + length + start, end - start
+            )
+            data = max(data, end)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise UserError(f"{path}: no valid safetensors header; {_INCOMPLETE}") from None
     if size != 8 + length + data:
@@ -94,8 +100,9 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 def float_dtype(name: str, info: TensorInfo) -> np.dtype:
     """The dtype of a tensor of a safetensors file. Raises UserError where it is no float."""
     if info.dtype not in FLOAT_DTYPES:
+        lacks = " without scales" if info.dtype == "F8_E4M3" else ""
         raise UserError(
-            f"{info.path}: tensor {name} is stored as {info.dtype}; "
+            f"{info.path}: tensor {name} is stored as {info.dtype}{lacks}; "
             f"only {', '.join(FLOAT_DTYPES)} are read"
         )
     return FLOAT_DTYPES[info.dtype]
@@ -106,6 +113,18 @@ def read_float_tensor(name: str, info: TensorInfo) -> np.ndarray:
     float_dtype(name, info)
     with safe_open(info.path, framework="numpy") as file:
         return file.get_tensor(name)
+
+
+def check_size(name: str, info: TensorInfo, size: int) -> None:
+    """UserError unless a tensor takes this many bytes."""
+    if info.size != size:
+        raise UserError(f"{info.path}: tensor {name} has {info.size} bytes instead of {size}")
+
+
+def read_bytes(name: str, info: TensorInfo, size: int) -> np.ndarray:
+    """The bytes of a tensor whatever its dtype, uint8 `[size]`. UserError where they are others."""
+    check_size(name, info, size)
+    return np.fromfile(info.path, np.uint8, size, offset=info.start)
 
 
 @contextmanager

@@ -98,6 +98,9 @@ class GgufFile:
             return value.astype(np.float32) - np.float32(self._norm_offset)
         return value
 
+    def nf4(self, name: str) -> None:
+        """None: GGUF has no such type."""
+
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer that the file's `tokenizer.*` metadata describe."""
         return build_tokenizer(

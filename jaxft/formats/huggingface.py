@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxft.errors import UserError
+from jaxft.formats.bitsandbytes import StoredNF4, find_nf4
 from jaxft.formats.files import (
     TensorInfo,
     float_dtype,
@@ -15,7 +16,8 @@ from jaxft.formats.files import (
     read_json,
     read_safetensors_header,
 )
-from jaxft.formats.hub import advice
+from jaxft.formats.fp8 import StoredFP8, find_fp8
+from jaxft.formats.hub_names import advice
 from jaxft.formats.tokenizers import folder_tokenizer
 
 if TYPE_CHECKING:
@@ -27,10 +29,13 @@ INDEX = "model.safetensors.index.json"
 
 
 class HuggingFaceFolder:
-    """`Checkpoint` of a model folder. Opening it reads and checks every header, no tensor.
+    """`Checkpoint` of a model folder. Opening it reads and checks every header, no weight.
+
+    Weights that bitsandbytes stored as NF4 and fp8 weights with scales are one tensor each, whose
+    scales are no tensors of their own.
 
     Raises UserError, naming file and tensor, for a folder that is missing, incomplete or damaged,
-    that holds only an adapter or only pickled weights, or whose weights are quantised already.
+    that holds only an adapter or only pickled weights, or whose weights are quantised otherwise.
     """
 
     def __init__(self, path: Path | str, source: str | None = None) -> None:
@@ -44,6 +49,13 @@ class HuggingFaceFolder:
             read_json(generation) if generation.is_file() else None
         )
         self._tensors = _locate(self.path)
+        self._quantised: dict[str, StoredNF4 | StoredFP8] = {
+            **find_nf4(self._tensors),
+            **find_fp8(self._tensors, self.config.get("quantization_config")),
+        }
+        for stored in self._quantised.values():
+            for side in stored.sides:
+                del self._tensors[side]
         self._stored = {_module_name(name): name for name in self._tensors}
 
     def names(self) -> frozenset[str]:
@@ -55,17 +67,26 @@ class HuggingFaceFolder:
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape from the header."""
-        return self._tensors[self._stored[name]].shape
+        """Shape from the header, of a quantised tensor that of the weights it stands for."""
+        stored = self._stored[name]
+        return (self._quantised.get(stored) or self._tensors[stored]).shape
 
-    def dtype(self, name: str) -> np.dtype:
-        """Stored dtype from the header."""
-        return float_dtype(name, self._tensors[self._stored[name]])
+    def dtype(self, name: str) -> np.dtype | None:
+        """Stored dtype from the header, None for NF4 and fp8."""
+        stored = self._stored[name]
+        return None if stored in self._quantised else float_dtype(stored, self._tensors[stored])
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, memory-mapped and copied; float32, float16 or bfloat16."""
+        """One tensor, memory-mapped and copied; NF4 and fp8 as the float32 they stand for."""
         stored = self._stored[name]
+        if stored in self._quantised:
+            return self._quantised[stored].dense()
         return read_float_tensor(stored, self._tensors[stored])
+
+    def nf4(self, name: str) -> StoredNF4 | None:
+        """What a tensor holds where it is stored as NF4."""
+        stored = self._quantised.get(self._stored[name])
+        return stored if isinstance(stored, StoredNF4) else None
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of tokenizer.json with the folder's special tokens and chat template."""
@@ -100,13 +121,24 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: has no config.json, so it is not a model folder")
     config = read_json(path)
     quantization = config.get("quantization_config")
-    if quantization:
+    if quantization and not _is_known(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if method == "bitsandbytes":
+            method = "bitsandbytes with 8 bits"
         raise UserError(
-            f"{path}: the weights are already quantised ({method or quantization}); "
-            "checkpoints of that kind are not read yet, give the 16- or 32-bit model"
+            f"{path}: the weights are already quantised ({method or quantization}); of quantised "
+            "ones only bitsandbytes NF4 and fp8 with scales are read, give the 16- or 32-bit model"
         )
     return config
+
+
+def _is_known(quantization: Any) -> bool:
+    """Whether weights of this kind may be read; which are quantised, the tensors tell."""
+    if not isinstance(quantization, dict):
+        return False
+    # bitsandbytes' first configurations do not name it
+    method = quantization.get("quant_method", "bitsandbytes")
+    return method == "fp8" or (method == "bitsandbytes" and bool(quantization.get("load_in_4bit")))
 
 
 def _locate(folder: Path) -> dict[str, TensorInfo]:

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxft.errors import UserError
+from jaxft.formats.forms import Forms
 from jaxft.formats.weights import Checkpoint
-from jaxft.model.config import LayerConfig, ModelConfig
+from jaxft.model.config import ModelConfig
 from jaxft.model.decoder import Decoder
 from jaxft.model.families import read_config
 from jaxft.model.layer import Group, Layer
@@ -33,7 +35,9 @@ def load_decoder(
 ) -> Decoder:
     """The checkpoint's model, its weights stored as `storage` says.
 
-    `max_length` is that of `read_config`: the longest text the model will see.
+    `max_length` is that of `read_config`: the longest text the model will see. NF4 codes of the
+    checkpoint are taken as they are, see `Forms`. Layers are scanned together where each of their
+    tensors has the same form.
 
     Every name and shape is checked before a weight is read. Host memory holds one tensor at a
     time; the stacked tensors of a group of layers are filled in place on the device.
@@ -42,25 +46,27 @@ def load_decoder(
       UserError: a tensor that is missing, left over or of another shape, by its name.
     """
     config = settle_head(read_config(checkpoint.config, max_length), checkpoint)
-    abstract = nnx.eval_shape(lambda: _blank(config, storage))
+    _check(tensor_shapes(config), config, checkpoint)
+    forms = Forms.of(checkpoint, config, storage)
+    abstract = nnx.eval_shape(lambda: _blank(config, storage.compute, forms.abstract))
     structure, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
-    _check(dict(_wanted(abstract, flat)), config, checkpoint)
     tensors: dict[tuple, Any] = {}
     loaded = 0
     for path in flat:
         if path[0] != "groups":
-            name = _outer_name(config, path)
-            tensors[path] = storage.other(jnp.asarray(checkpoint.read(name)))
+            tensors[path] = forms.read(_outer_name(config, path), matrix=False)
     for number, group in enumerate(abstract.groups):
         paths = [path for path in flat if path[:2] == ("groups", number)]
+        for path in paths:
+            tensors[path] = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), flat[path].get_value()
+            )
         for i in range(group.size):
             for path in paths:
-                name = _layer_name(config, group, i, path)
-                value = _stored(checkpoint.read(name), flat[path].get_value(), storage)
-                if i == 0:
-                    tensors[path] = _room(value, group.size)
-                tensors[path] = _put(tensors[path], value, i, name)
+                matrix = _is_matrix(flat[path].get_value())
+                value = forms.read(_layer_name(config, group, i, path), matrix)
+                tensors[path] = _set(tensors[path], value, i)
             loaded += len(group.members)
             progress(loaded, len(config.layers))
     filled = {path: variable.replace(tensors[path]) for path, variable in flat.items()}
@@ -79,8 +85,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this model holds; nothing is made."""
-    storage = Storage(load_in_4bit=False, nested=False, compute=jnp.dtype(jnp.float32))
-    abstract = nnx.eval_shape(lambda: _blank(config, storage))
+    abstract = nnx.eval_shape(lambda: _blank(config, jnp.dtype(jnp.float32)))
     return dict(_wanted(abstract, dict(nnx.to_flat_state(nnx.state(abstract)))))
 
 
@@ -98,20 +103,45 @@ def settle_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     return replace(config, tie_word_embeddings=same)
 
 
-def _blank(config: ModelConfig, storage: Storage) -> Decoder:
-    """A decoder without values: only its structure and shapes are used."""
+def _blank(
+    config: ModelConfig, compute: jnp.dtype, form: Callable[[str, bool], Any] | None = None
+) -> Decoder:
+    """A decoder without values: only its structure, shapes and dtypes are used.
 
-    def stacked(layer: LayerConfig, size: int) -> Layer:
-        structure, state = nnx.split(Layer(config, layer, storage))
-        return nnx.merge(structure, _room(state, size))
+    `form` gives the abstract value of a layer's tensor by its name, and by whether it is a
+    projection; without it all are float32.
+    """
+    dense = Storage(load_in_4bit=False, nested=False, compute=compute)
+    structures, states = [], []
+    for number, layer in enumerate(config.layers):
+        structure, state = nnx.split(Layer(config, layer, dense))
+        variables = dict(nnx.to_flat_state(state))
+        if form is not None:
+            for path, variable in variables.items():
+                name = ".".join((config.layer_path(number), *map(str, path)))
+                variables[path] = variable.replace(form(name, _is_matrix(variable.get_value())))
+        structures.append(structure)
+        states.append(variables)
 
-    groups = [
-        Group(
-            [stacked(layer, size) for layer in config.layers[first : first + period]], first, size
+    def stacked(number: int, size: int) -> Layer:
+        room = jax.tree.map(
+            lambda x: jnp.zeros((size, *x.shape), x.dtype), nnx.from_flat_state(states[number])
         )
-        for first, period, size in patterns(config.layers)
+        return nnx.merge(structures[number], room)
+
+    kinds = [
+        (layer, *(jax.tree.map(_kind, v.get_value()) for v in variables.values()))
+        for layer, variables in zip(config.layers, states, strict=True)
     ]
-    return Decoder(config, groups, storage.compute)
+    groups = [
+        Group([stacked(number, size) for number in range(first, first + period)], first, size)
+        for first, period, size in patterns(kinds)
+    ]
+    return Decoder(config, groups, compute)
+
+
+def _kind(x: Any) -> tuple[tuple[int, ...], str]:
+    return x.shape, x.dtype.name
 
 
 def patterns(layers: Sequence[Hashable], longest: int = 8) -> Iterator[tuple[int, int, int]]:
@@ -147,22 +177,16 @@ def _layer_name(config: ModelConfig, group: Group, i: int, path: tuple) -> str:
 
 
 def _wanted(decoder: Decoder, flat: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor the decoder takes from a checkpoint."""
+    """Name and shape of every tensor that a decoder of dense weights takes from a checkpoint."""
     for path, variable in flat.items():
         value = variable.get_value()
         if path[0] != "groups":
             yield _outer_name(decoder.config, path), value.shape
             continue
         group = decoder.groups[path[1]]
-        match value:
-            case NF4():
-                shape = value.shape
-            case Dense():
-                shape = value.array.shape[1:]
-            case _:
-                shape = value.shape[1:]
+        array = value.array if isinstance(value, Dense) else value
         for i in range(group.size):
-            yield _layer_name(decoder.config, group, i, path), shape
+            yield _layer_name(decoder.config, group, i, path), array.shape[1:]
 
 
 def _check(wanted: dict[str, tuple[int, ...]], config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -175,30 +199,21 @@ def _check(wanted: dict[str, tuple[int, ...]], config: ModelConfig, checkpoint: 
                 f"{checkpoint.source}: tensor {name} has shape {checkpoint.shape(name)}, "
                 f"config.json asks for {shape}"
             )
+        checkpoint.dtype(name)  # raises for one that cannot be read
     tied = {HEAD} if HEAD not in wanted else set()  # equal to the table: `settle_head` looked
     for name in sorted(names - wanted.keys() - tied):
         if not name.endswith(DERIVED) and not name.startswith(config.left_alone):
             raise UserError(f"{checkpoint.source}: tensor {name} has no place in this model")
 
 
-def _stored(array: np.ndarray, kind: Any, storage: Storage) -> Any:
-    """A layer's tensor in the form of the abstract value `kind`."""
-    matrix = isinstance(kind, NF4 | Dense)
-    return (storage.matrix if matrix else storage.other)(jnp.asarray(array))
-
-
-def _room(value: Any, size: int) -> Any:
-    """Zeros for `size` values like this one, stacked."""
-    return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), value)
-
-
-def _put(stacked: Any, value: Any, i: int, name: str) -> Any:
-    kinds = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (stacked, value)]
-    if kinds[0] != kinds[1]:
-        raise UserError(f"tensor {name} is {kinds[1][0]}, its neighbours are {kinds[0][0]}")
-    return _set(stacked, value, i)
+def _is_matrix(value: Any) -> bool:
+    """Whether a layer's value is that of a projection."""
+    return isinstance(value, NF4 | Dense)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _set(stacked: Any, value: Any, i: int) -> Any:
-    return jax.tree.map(lambda rows, row: rows.at[i].set(row), stacked, value)
+    """The stack with a value at i; TypeError where that has another dtype or shape."""
+    return jax.tree.map(
+        lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, i, axis=0), stacked, value
+    )

@@ -20,6 +20,7 @@ import numpy as np
 from jaxft.errors import UserError
 from jaxft.formats import generation
 from jaxft.formats.files import FLOAT_DTYPES, new_folder, write_json
+from jaxft.formats.forms import stored_codes
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.loading import HEAD, check_tensors, settle_head
 from jaxft.formats.modelcard import write_merged_card
@@ -54,6 +55,7 @@ class Merging:
 
     Attributes:
       base_weights: add it to the checkpoint's own weights, or to what is left of them after NF4.
+        Both are the same for a checkpoint that holds NF4 codes: what these stand for.
       nested: of NF4, the scales are quantised too.
       dtype: of every tensor; auto keeps each one's own, and where those are stored quantised takes
         the one that config.json names, else bfloat16.
@@ -122,7 +124,9 @@ def save_merged(
                 f"{folder}: the model takes {total_bytes(tensors) / 1e9:.2f} GB and the disk has "
                 f"{free / 1e9:.2f} GB left"
             )
-        make = _Maker(checkpoint, config, adapters, tensors, how, model)
+        codes = stored_codes(checkpoint, model)
+        requantise = how.base_weights == "nf4" and not codes
+        make = _Maker(checkpoint, config, adapters, tensors, how.nested, requantise, model)
         named = {checkpoint.stored_name(name): name for name in tensors}
         files = write_tensors(
             temporary,
@@ -146,7 +150,9 @@ def save_merged(
             title=folder.absolute().name,
             base_model=checkpoint.source,
             adapter=str(adapter),
-            summary=_summary({len(a) for a, _ in adapters.values()}, how, result),
+            summary=_summary(
+                {len(a) for a, _ in adapters.values()}, _base_weights(how, bool(codes)), result
+            ),
         )
         _check_written(temporary, tensors)
     return result
@@ -160,7 +166,8 @@ class _Maker:
     config: AdapterConfig
     adapters: Adapters
     tensors: Mapping[str, Spec]
-    how: Merging
+    nested: bool
+    requantise: bool  # the projections, as training does
     model: ModelConfig
     products: list[float] = field(default_factory=lambda: [0.0, 0.0])  # errors, updates · updates
 
@@ -168,8 +175,8 @@ class _Maker:
         dtype = self.tensors[name][0]
         path = name.removesuffix(".weight")
         value = self.checkpoint.read(name)
-        if self.how.base_weights == "nf4" and _is_projection(path, self.model):
-            value = through_nf4(value, self.how.nested)
+        if self.requantise and _is_projection(path, self.model):
+            value = through_nf4(value, self.nested)
         elif path not in self.adapters and value.dtype == dtype:
             return value
         exact = value.astype(np.float32)
@@ -304,11 +311,19 @@ def _write_generation(folder: Path, checkpoint: Checkpoint, own: dict[str, Any] 
         shutil.copyfile(checkpoint.path / generation.FILE, folder / generation.FILE)
 
 
-def _summary(ranks: set[int], how: Merging, result: Merged) -> dict[str, object]:
+def _base_weights(how: Merging, stored: bool) -> str:
+    """What the adapter was added to, for the model card."""
+    if stored:
+        return "NF4 as in the checkpoint, dequantised"
+    if how.base_weights == "original":
+        return "as in the checkpoint"
+    return "NF4" + (" with double quantisation" if how.nested else "") + ", dequantised"
+
+
+def _summary(ranks: set[int], base_weights: str, result: Merged) -> dict[str, object]:
     """Facts of the merge for the model card."""
-    nf4 = "NF4" + (" with double quantisation" if how.nested else "") + ", dequantised"
     return {
-        "base weights": nf4 if how.base_weights == "nf4" else "as in the checkpoint",
+        "base weights": base_weights,
         "merged modules": result.modules,
         "rank": ", ".join(map(str, sorted(ranks))),
         "dtype": ", ".join(result.dtypes),

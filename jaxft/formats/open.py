@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from jaxft.errors import UserError
-from jaxft.formats.hub import HUB_ID, download
+from jaxft.formats.hub import download
+from jaxft.formats.hub_names import HUB_ID
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.weights import Checkpoint
 

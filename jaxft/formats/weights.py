@@ -9,6 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from jaxft.formats.bitsandbytes import StoredNF4
+
 
 class Checkpoint(Protocol):
     """Configuration, tensors and tokenizer of a pretrained model, read on demand.
@@ -45,10 +47,14 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> np.ndarray:
         """One tensor in Hugging Face's layout, `[out, in]` for a linear layer.
 
-        The dtype is the stored one of float32, float16 and bfloat16 (ml_dtypes); quantised GGUF
-        types come as float32. Raises UserError for any other stored type, KeyError for a name that
-        is not in `names()`.
+        The dtype is the stored one of float32, float16 and bfloat16 (ml_dtypes); quantised tensors
+        (NF4, fp8, GGUF types) come dequantised, as float32. Raises UserError for any other stored
+        type, KeyError for a name that is not in `names()`.
         """
+        ...
+
+    def nf4(self, name: str) -> StoredNF4 | None:
+        """What a tensor holds where it is stored as NF4, from the headers; its codes on demand."""
         ...
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

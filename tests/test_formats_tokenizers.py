@@ -149,7 +149,10 @@ assert sys.argv[1] == "blocked" or "torch" not in sys.modules
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
-        (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "from where the model comes"]),
+        (
+            lambda f: (f / "tokenizer.json").unlink(),
+            ["no tokenizer.json", "copy it"],
+        ),
         (lambda f: (f / "tokenizer.json").write_text("{"), ["tokenizer.json", "JSON"]),
         (lambda f: (f / "tokenizer_config.json").write_text(""), ["tokenizer_config.json"]),
         (lambda f: (f / "tokenizer.json").write_text("{}"), ["cannot be read"]),

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import load, logits
-from test_model_families import FAMILY_TABLE, save
+from model_oracles import add_lora, loss_and_gradients, pack_rows
+from test_model_families import DOCUMENTS, FAMILY_TABLE, save
 
 from jaxft.quant import Storage
 
@@ -59,3 +60,27 @@ def test_bfloat16_is_as_near_as_transformers(name, tmp_path, capsys):
     assert figures["ours - fp32"][0] <= 1.02 * figures["transformers - fp32"][0]
     assert figures["ours - fp32"][1] <= 1.5 * figures["transformers - fp32"][1]
     assert figures["ours - fp32"][0] > 0  # it did run in bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILY_TABLE)
+def test_the_step_in_bfloat16(name, tmp_path):
+    """Loss and LoRA gradients on NF4 weights, packed: near to those of float32 arithmetic."""
+    row = FAMILY_TABLE[name]
+    depth = min(6, row.config.get("num_hidden_layers", 2))  # roundings add up from layer to layer
+    save(tmp_path, row, gain=2.0, num_hidden_layers=depth)
+    batch = pack_rows([DOCUMENTS], 64)
+    found = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        storage = Storage(load_in_4bit=True, nested=True, compute=jnp.dtype(dtype))
+        found[dtype] = loss_and_gradients(add_lora(load(tmp_path, storage)))(batch)
+    (exact, gradients), (loss, rounded) = found.values()
+    assert loss == pytest.approx(exact, rel=2e-2)
+    assert loss != exact
+    flat, wrong = (
+        np.concatenate([x.ravel() for pair in g.values() for x in pair])
+        for g in (gradients, rounded)
+    )
+    error = np.linalg.norm(wrong - flat) / np.linalg.norm(flat)
+    assert 0 < error < 0.05  # a dozen roundings of 1/256 in a row, of either sign
+    assert np.linalg.norm(np.roll(wrong, 1) - flat) > np.linalg.norm(flat)  # the control

@@ -554,7 +554,7 @@ def test_an_ignored_signal_stays_ignored():
 def test_a_missing_reporter_is_one_line(model, chats, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
     args = arguments(model, chats, tmp_path / "run", report_to="wandb")
-    check_refused(args, "pip install 'jaxft[wandb]'", tmp_path, capsys)
+    check_refused(args, "pip install wandb", tmp_path, capsys)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")

@@ -34,11 +34,16 @@ def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.as_tensor(np.asarray(tokens))).logits.float().numpy()
 
 
-def open_in_transformers(folder: Path) -> Any:
-    """transformers' own reading of a folder, float32."""
+def open_in_transformers(folder: Path, dtype: str = "float32") -> Any:
+    """transformers' own reading of a folder.
+
+    Its eager attention is the definition: others leave out Gemma 2's cap in some releases.
+    """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 def edit_config(folder: Path, change: dict[str, Any]) -> Path:

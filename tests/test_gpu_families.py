@@ -40,8 +40,6 @@ def differences(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILY_TABLE)
 def test_logits_are_as_near_as_transformers(name, tmp_path, capsys):
-    from transformers import AutoModelForCausalLM
-
     row = FAMILY_TABLE[name]
     sizes = {key: size for key, size in SIZES.items() if key != "head_dim" or name != "qwen2"}
     model = save(tmp_path, row, gain=2.0, **sizes).to(torch.bfloat16)
@@ -49,7 +47,7 @@ def test_logits_are_as_near_as_transformers(name, tmp_path, capsys):
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def by_transformers(dtype: str) -> np.ndarray:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval().to(device)
+        model = open_in_transformers(tmp_path, dtype).to(device)
         with torch.no_grad():
             return model(torch.tensor(TOKENS, device=device)).logits.float().cpu().numpy()
 

@@ -23,6 +23,7 @@ def tiny_model(model_class: Any, config_class: Any, seed: int = 0, gain: float =
     """
     torch.manual_seed(seed)
     model = model_class(config_class(**(SMALL | over))).eval()
+    model.set_attn_implementation("eager")  # the definition; others leave out caps in some releases
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:

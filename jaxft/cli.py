@@ -1,5 +1,6 @@
 """The edge between a command and the shell: exit codes, and faults a user can mend in one line."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -13,7 +14,12 @@ def run(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     A UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. Every other
     exception is a fault of the program and keeps its traceback. Characters that the terminal's
     encoding lacks are written as escapes instead of failing the run.
+
+    Where the locale makes Python take paths for ASCII (LC_ALL=C with PYTHONUTF8=0) the command
+    starts over in Python's UTF-8 mode: tokenizers and checkpoints know UTF-8 paths only.
     """
+    if sys.getfilesystemencoding() != "utf-8":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # absent where a test has replaced it
         if reconfigure is not None:

@@ -488,6 +488,30 @@ def test_a_reader_that_leaves_does_not_end_the_run(model, chats, tmp_path):
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
 
 
+def test_paths_of_any_spelling_in_any_locale(model, chats, tmp_path):
+    """And what is written is UTF-8."""
+    home = tmp_path / "ü 名+1 (a)"
+    folder = shutil.copytree(model, home / "mod él")
+    data = home / "chät.jsonl"
+    text = chats.read_text(encoding="utf-8").replace("sea", "mér 海")
+    assert "海" in text
+    data.write_text(text, encoding="utf-8")
+    yaml = home / "rün.yaml"
+    yaml.write_text(f"dataset_name: '{data}'\nmax_steps: 1\n", encoding="utf-8")
+    args = ["--model_name_or_path", str(folder), "--output_dir", str(home / "out/"), "--config"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxft.train", *args, str(yaml), "--max_length", "200"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0"},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode("utf-8")
+    written = (home / "out" / "config.yaml").read_text(encoding="utf-8")
+    assert str(data) in written
+    card = json.loads((home / "out" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert card["base_model_name_or_path"] == str(folder)
+
+
 WRONG = {
     "no such model": ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
     "no such data": ({"dataset_name": "/no/such.jsonl"}, "/no/such.jsonl"),

@@ -84,6 +84,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_scaling": LLAMA3_ROPE | {"factor": 8.0},
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+    },
+    "gemma-3-4b": {  # its text part
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "max_position_embeddings": 131072,
+    },
 }
 
 
@@ -94,10 +119,11 @@ class RandomCheckpoint:
         self.source = shape
         self.config = SHAPES[shape]
         self.generation_config: dict[str, Any] | None = None
-        self._shapes = tensor_shapes(read_config(self.config))
+        model = read_config(self.config)
+        self._shapes, self._norm = tensor_shapes(model), 1 - model.norm_offset
 
     def names(self) -> frozenset[str]:
-        """Every tensor of a Llama model."""
+        """Every tensor of the model."""
         return frozenset(self._shapes)
 
     def stored_name(self, name: str) -> str:
@@ -116,10 +142,10 @@ class RandomCheckpoint:
         """None: it is quantised when it is loaded."""
 
     def read(self, name: str) -> Any:
-        """Normal numbers of a trained model's size; norms are 1."""
+        """Normal numbers of a trained model's size; norms scale by 1."""
         shape = self._shapes[name]
         if len(shape) == 1:
-            return jnp.ones(shape, jnp.bfloat16)
+            return jnp.full(shape, self._norm, jnp.bfloat16)
         key = jax.random.key(zlib.crc32(name.encode()))
         return 0.02 * jax.random.normal(key, shape, jnp.bfloat16)
 

@@ -10,9 +10,10 @@ from model_oracles import (
     loss_and_gradients,
     open_in_transformers,
     pack_rows,
+    peft_loss_and_gradients,
     write_dense_weights,
 )
-from test_model_families import DOCUMENTS, FAMILY_TABLE, save, theirs
+from test_model_families import DOCUMENTS, FAMILY_TABLE, save
 
 from jaxft.quant import Storage
 
@@ -84,12 +85,12 @@ def test_the_step_is_as_near_as_pefts(name, tmp_path, capsys):
     fp32 = Storage(load_in_4bit=True, nested=True, compute=jnp.dtype(jnp.float32))
     decoder = add_lora(load(tmp_path, fp32))
     model = in_peft(write_dense_weights(open_in_transformers(tmp_path), decoder), decoder)
-    _, exact = theirs(model, DOCUMENTS)
+    _, exact = peft_loss_and_gradients(model, DOCUMENTS)
     for parameter_name, parameter in model.named_parameters():
         if "lora_" not in parameter_name:
             parameter.data = parameter.data.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, rounded = theirs(model, DOCUMENTS)
+        _, rounded = peft_loss_and_gradients(model, DOCUMENTS)
     figures = {
         "ours in float32": distance(ours(jnp.float32), exact),
         "ours": distance(ours(jnp.bfloat16), exact),

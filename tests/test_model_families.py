@@ -19,8 +19,8 @@ from model_oracles import (
     loss_and_gradients,
     open_in_transformers,
     pack_rows,
+    peft_loss_and_gradients,
     relative,
-    their_gradients,
     their_logits,
 )
 
@@ -185,29 +185,16 @@ def test_logits(family, tmp_path):
         assert largest(logits(load(edit_config(wrong, slip)), TOKENS), want) > SEEN, slip
 
 
-def theirs(model, documents: list[list[int]]):
-    """Sum of losses and LoRA gradients of PEFT, every document in a forward pass of its own."""
-    model.zero_grad()
-    total = 0.0
-    for document in filter(lambda d: len(d) > 1, documents):
-        logits = model(torch.tensor([document])).logits[0, :-1]
-        labels = torch.tensor(document[1:])
-        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-        loss.backward()
-        total += loss.item()
-    return total, their_gradients(model)
-
-
 def test_loss_and_gradients_packed(family):
     """Five documents in one row against PEFT that sees each alone; the padding is not zero."""
     _, folder, _, _ = family
     decoder = add_lora(load(folder))
     loss, gradients = loss_and_gradients(decoder)(pack_rows([DOCUMENTS], 48))
     peft_model = in_peft(open_in_transformers(folder), decoder)
-    their_loss, want = theirs(peft_model, DOCUMENTS)
+    their_loss, want = peft_loss_and_gradients(peft_model, DOCUMENTS)
     assert loss == pytest.approx(their_loss, rel=1e-5)
     assert relative(gradients, want) < 1e-4
-    run_on, other = theirs(peft_model, [RUN_ON])  # the control
+    run_on, other = peft_loss_and_gradients(peft_model, [RUN_ON])  # the control
     assert abs(loss - run_on) > 1e-1
     assert relative(gradients, other) > 1e-2
 

@@ -11,8 +11,8 @@ from model_oracles import (
     loss_and_gradients,
     open_in_transformers,
     pack_rows,
+    peft_loss_and_gradients,
     relative,
-    their_gradients,
     write_dense_weights,
 )
 
@@ -33,19 +33,6 @@ def folder(tmp_path_factory, fixtures) -> Path:
     return folder
 
 
-def theirs(model, documents: list[list[int]]):
-    """Sum of losses and gradients, every document in a forward pass of its own."""
-    model.zero_grad()
-    total = 0.0
-    for document in filter(lambda d: len(d) > 1, documents):
-        logits = model(torch.tensor([document])).logits[0, :-1]
-        labels = torch.tensor(document[1:])
-        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-        loss.backward()
-        total += loss.item()
-    return total, their_gradients(model)
-
-
 @pytest.fixture(scope="module")
 def ours(folder):
     """Decoder, loss and gradients of the packed documents."""
@@ -58,13 +45,13 @@ def test_packed_matches_peft(ours, folder):
     decoder, loss, gradients = ours
     model = write_dense_weights(open_in_transformers(folder), decoder)
     peft_model = in_peft(model, decoder)
-    their_loss, want = theirs(peft_model, DOCUMENTS)
+    their_loss, want = peft_loss_and_gradients(peft_model, DOCUMENTS)
     assert len(gradients) == 2 * 7
     assert loss == pytest.approx(their_loss, rel=1e-5)
     assert relative(gradients, want) < 1e-4
 
     # the same documents as one sequence are another loss, with other gradients
-    their_loss, want = theirs(peft_model, [RUN_ON])
+    their_loss, want = peft_loss_and_gradients(peft_model, [RUN_ON])
     assert abs(loss - their_loss) > 1
     assert relative(gradients, want) > 0.1
 
@@ -75,7 +62,7 @@ def test_rank_stabilised_scale(ours, folder):
     decoder = add_lora(load(folder, NF4_FP32), rslora=True)
     loss, gradients = loss_and_gradients(decoder)(pack_rows([DOCUMENTS], LENGTH))
     model = write_dense_weights(open_in_transformers(folder), decoder)
-    their_loss, want = theirs(in_peft(model, plain, rslora=True), DOCUMENTS)
+    their_loss, want = peft_loss_and_gradients(in_peft(model, plain, rslora=True), DOCUMENTS)
     assert loss == pytest.approx(their_loss, rel=1e-5)
     assert relative(gradients, want) < 1e-4
     assert abs(plain_loss - their_loss) > 0.1
@@ -85,6 +72,8 @@ def test_rank_stabilised_scale(ours, folder):
 def test_weights_before_quantisation_differ(ours, folder):
     """So the comparison is on the NF4 weights, and would see a wrongly decoded one."""
     decoder, loss, gradients = ours
-    their_loss, want = theirs(in_peft(open_in_transformers(folder), decoder), DOCUMENTS)
+    their_loss, want = peft_loss_and_gradients(
+        in_peft(open_in_transformers(folder), decoder), DOCUMENTS
+    )
     assert abs(loss - their_loss) > 0.1
     assert relative(gradients, want) > 0.1

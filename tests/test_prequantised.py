@@ -20,13 +20,14 @@ from model_oracles import (
     loss_and_gradients,
     open_in_transformers,
     pack_rows,
+    peft_loss_and_gradients,
     relative,
     their_logits,
 )
 from nf4_files import PROJECTION, STATE, by_hand, decoded, dequantised_folder, in_16_bit
 from nf4_files import quantise_folder as quantised
 from safetensors.numpy import load_file
-from test_model_families import FAMILY_TABLE, save, theirs
+from test_model_families import FAMILY_TABLE, save
 from test_model_heads import BY_DEFAULT
 from tiny import tiny_folder, write_chats
 
@@ -156,11 +157,15 @@ def test_loss_and_gradients_on_a_mixed_checkpoint(mixed):
     folder, dense = mixed
     decoder = add_lora(load(folder, NF4_FP32))
     loss, gradients = loss_and_gradients(decoder)(pack_rows([DOCUMENTS], 48))
-    their_loss, want = theirs(in_peft(open_in_transformers(dense), decoder), DOCUMENTS)
+    their_loss, want = peft_loss_and_gradients(
+        in_peft(open_in_transformers(dense), decoder), DOCUMENTS
+    )
     assert loss == pytest.approx(their_loss, rel=1e-5)
     assert relative(gradients, want) < 1e-4
     run_on = [token for document in DOCUMENTS for token in document]
-    other_loss, other = theirs(in_peft(open_in_transformers(dense), decoder), [run_on])
+    other_loss, other = peft_loss_and_gradients(
+        in_peft(open_in_transformers(dense), decoder), [run_on]
+    )
     assert abs(loss - other_loss) > 1e-1
     assert relative(gradients, other) > 1e-2
 

@@ -84,7 +84,8 @@ def in_transformers(path: Path) -> np.ndarray:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     file = GgufFile(path)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**file.config))
+    config = AutoConfig.for_model(**file.config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tensors = {name: torch.tensor(file.read(name).astype(np.float32)) for name in file.names()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = ["lm_head.weight"] if file.config["tie_word_embeddings"] else []

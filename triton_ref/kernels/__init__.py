@@ -1,0 +1,1 @@
+"""Triton kernels with hand-written backwards, each beside its definition in plain torch."""

@@ -89,8 +89,8 @@ class TrainConfig:
         True,
         group="model",
         help="Quantise the NF4 scales as well: saves about 0.4 bit a weight. Turn off only to "
-        "match a base that was quantised without it. Without effect when load_in_4bit is false or "
-        "the checkpoint is NF4 already.",
+        "match a base that was quantised without it. A checkpoint that is NF4 already keeps its "
+        "scales; where those are nested, false is an error.",
     )
 
     lora_r: int = option(

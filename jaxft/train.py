@@ -20,6 +20,7 @@ from jaxft.errors import UserError
 from jaxft.evaluation import Evaluation
 from jaxft.export import export_adapter
 from jaxft.formats.checkpoint import Checkpoints
+from jaxft.formats.forms import check_scales
 from jaxft.formats.loading import check_tensors, load_decoder
 from jaxft.formats.open import open_checkpoint
 from jaxft.formats.peft import AdapterConfig
@@ -88,8 +89,11 @@ def run(config: TrainConfig) -> int:
     check_tensors(checkpoint)
     adapter = _adapter_config(config, model)
     adapted_modules(adapter, model)  # a target that does not fit is told before rows are read
-    data = prepare_data(config, model, checkpoint.tokenizer(), console)
     dtype = compute_dtype(config.dtype)
+    storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
+    if config.load_in_4bit:
+        check_scales(checkpoint, model, config.use_bnb_nested_quant)
+    data = prepare_data(config, model, checkpoint.tokenizer(), console)
     identity = run_identity(
         config,
         dtype.name,
@@ -105,7 +109,6 @@ def run(config: TrainConfig) -> int:
     if config.dry_run:
         console.print("dry run: nothing was trained or written")
         return 0
-    storage = Storage(config.load_in_4bit, config.use_bnb_nested_quant, dtype)
     with progress_bar("loading layers", console) as progress:
         decoder = load_decoder(checkpoint, storage, progress, config.max_length)
     if model.tie_word_embeddings and not decoder.config.tie_word_embeddings:

@@ -35,8 +35,10 @@ from jaxft import train
 from jaxft.config import TrainConfig
 from jaxft.errors import UserError
 from jaxft.export import MergeConfig, merge
+from jaxft.formats.forms import check_scales
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.loading import HEAD, check_tensors, load_decoder
+from jaxft.formats.merged import Merging, save_merged
 from jaxft.formats.peft import AdapterConfig, save_adapter
 from jaxft.lora import adapter_arrays, projections
 from jaxft.loss import sum_of_losses
@@ -318,7 +320,6 @@ def test_the_report_says_what_was_found(tmp_path):
 
     stored = "NF4 with double quantisation as stored"
     assert line(folder) == f"{stored}, 3 of 14 projections in bfloat16"
-    assert line(folder, use_bnb_nested_quant=False) == line(folder)
     assert line(folder, load_in_4bit=False) == (
         f"{stored}, dequantised to float16, 3 of 14 projections in bfloat16"
     )
@@ -328,6 +329,30 @@ def test_the_report_says_what_was_found(tmp_path):
     assert line(whole) == "NF4 with double quantisation for 7 of them as stored"
     unnested = quantised(plain, plain=("layers.",))
     assert line(unnested) == "NF4 as stored"
+
+
+def test_nested_scales_cannot_be_made_plain(tmp_path):
+    """Neither for training nor for a merge; plain ones may be, and are, asked for."""
+    folder = tmp_path / "nested"
+    save(folder, FAMILY_TABLE["llama"], **WIDE)
+    plain = HuggingFaceFolder(
+        quantised(shutil.copytree(folder, tmp_path / "plain"), plain=("layers.",))
+    )
+    nested = HuggingFaceFolder(quantised(folder, plain=("layers.0.",)))
+    model = read_config(nested.config)
+    check_scales(plain, model, nested=False)
+    check_scales(nested, model, nested=True)
+    words = r"use_bnb_nested_quant false: .*layers\.1\..* is NF4 with double quantisation"
+    with pytest.raises(UserError, match=words):
+        check_scales(nested, model, nested=False)
+    rows, out = write_chats(tmp_path / "rows.jsonl", 4), tmp_path / "out"
+    given = {"model_name_or_path": str(folder), "dataset_name": str(rows), "output_dir": str(out)}
+    with pytest.raises(UserError, match=words):
+        train.run(TrainConfig(**given, use_bnb_nested_quant=False))
+    adapter, how = AdapterConfig(4, 6.0, 0.0, PROJECTIONS, False), Merging("nf4", nested=False)
+    with pytest.raises(UserError, match=words):
+        save_merged(out, nested, adapter, {}, how=how, adapter=tmp_path)
+    assert not out.exists()
 
 
 def test_loading_reads_no_dense_weight(mixed, monkeypatch):

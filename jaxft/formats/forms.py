@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxft.errors import UserError
 from jaxft.formats.bitsandbytes import StoredNF4
 from jaxft.formats.weights import Checkpoint
 from jaxft.model.config import ModelConfig
@@ -20,6 +21,22 @@ def stored_codes(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, Stored
     """The projections that the checkpoint holds as NF4 already, by module path."""
     found = {path: checkpoint.nf4(f"{path}.weight") for path in model.module_paths}
     return {path: stored for path, stored in found.items() if stored is not None}
+
+
+def check_scales(checkpoint: Checkpoint, model: ModelConfig, nested: bool) -> None:
+    """Stored codes keep their scales: of a base with nested ones, plain ones cannot be had.
+
+    Raises:
+      UserError: they are asked for.
+    """
+    if nested:
+        return
+    for path, stored in stored_codes(checkpoint, model).items():
+        if stored.nested:
+            raise UserError(
+                f"--use_bnb_nested_quant false: the checkpoint's {path} is NF4 with double "
+                "quantisation and keeps it; leave the option out"
+            )
 
 
 @dataclass(frozen=True)

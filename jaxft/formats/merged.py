@@ -20,7 +20,7 @@ import numpy as np
 from jaxft.errors import UserError
 from jaxft.formats import generation
 from jaxft.formats.files import FLOAT_DTYPES, new_folder, write_json
-from jaxft.formats.forms import stored_codes
+from jaxft.formats.forms import check_scales, stored_codes
 from jaxft.formats.huggingface import HuggingFaceFolder
 from jaxft.formats.loading import HEAD, check_tensors, settle_head
 from jaxft.formats.modelcard import write_merged_card
@@ -112,6 +112,8 @@ def save_merged(
     """
     model = read_config(checkpoint.config)
     check_tensors(checkpoint)
+    if how.base_weights == "nf4":
+        check_scales(checkpoint, model, how.nested)
     _check_rope(checkpoint)
     _check_adapter(checkpoint, adapters)
     stops = generation.read_extended(adapter, checkpoint)

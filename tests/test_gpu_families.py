@@ -29,13 +29,13 @@ SIZES = {
     "num_hidden_layers": 8,
     "max_position_embeddings": 512,
 }
-TOKENS = np.random.default_rng(0).integers(0, 1024, (4, 384))
+TOKENS = np.random.default_rng(0).integers(0, 1024, (12, 4, 384))  # twelve batches
 
 
-def differences(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Mean and largest difference."""
-    found = np.abs(a.astype(np.float64) - b)
-    return float(found.mean()), float(found.max())
+def differences(a: list[np.ndarray], b: list[np.ndarray]) -> tuple[float, float]:
+    """Mean difference, and the mean over the batches of the largest: one alone is a chance draw."""
+    found = [np.abs(x.astype(np.float64) - y) for x, y in zip(a, b, strict=True)]
+    return float(np.mean([x.mean() for x in found])), float(np.mean([x.max() for x in found]))
 
 
 @pytest.mark.gpu
@@ -47,14 +47,17 @@ def test_logits_are_as_near_as_transformers(name, tmp_path, capsys):
     model.save_pretrained(tmp_path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def by_transformers(dtype: str) -> np.ndarray:
+    def by_transformers(dtype: str) -> list[np.ndarray]:
         model = open_in_transformers(tmp_path, dtype).to(device)
         with torch.no_grad():
-            return model(torch.tensor(TOKENS, device=device)).logits.float().cpu().numpy()
+            return [
+                model(torch.tensor(x, device=device)).logits.float().cpu().numpy() for x in TOKENS
+            ]
 
     exact, rounded = by_transformers("float32"), by_transformers("bfloat16")
     storage = Storage(load_in_4bit=False, nested=False, compute=jnp.dtype(jnp.bfloat16))
-    ours = np.asarray(logits(load(tmp_path, storage), TOKENS))
+    decoder = load(tmp_path, storage)
+    ours = [np.asarray(logits(decoder, x)) for x in TOKENS]
     figures = {
         "ours - fp32": differences(ours, exact),
         "transformers - fp32": differences(rounded, exact),
@@ -62,9 +65,9 @@ def test_logits_are_as_near_as_transformers(name, tmp_path, capsys):
     }
     with capsys.disabled():
         shown = ", ".join(f"{k}: mean {m:.2e} max {x:.2e}" for k, (m, x) in figures.items())
-        print(f"\n{name}: logits up to {np.abs(exact).max():.1f}; {shown}")
-    assert figures["ours - fp32"][0] <= 1.02 * figures["transformers - fp32"][0]
-    assert figures["ours - fp32"][1] <= 1.5 * figures["transformers - fp32"][1]
+        print(f"\n{name}: logits up to {max(np.abs(x).max() for x in exact):.1f}; {shown}")
+    assert figures["ours - fp32"][0] <= figures["transformers - fp32"][0]
+    assert figures["ours - fp32"][1] <= figures["transformers - fp32"][1]
     assert figures["ours - fp32"][0] > 0  # it did run in bfloat16
 
 

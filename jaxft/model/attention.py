@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxft.model.config import LayerConfig, ModelConfig
 from jaxft.model.linear import Linear
@@ -61,7 +62,10 @@ class Attention(nnx.Module):
         self, x: jax.Array, where: Where, cache: Cache | None, key: jax.Array | None
     ) -> tuple[jax.Array, Cache | None]:
         """`[B, T, hidden]` -> `[B, T, hidden]`, and the cache with these tokens in it."""
-        q, k, v = (self._heads(p(x, key)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            checkpoint_name(self._heads(project(x, key)), name)
+            for name, project in (("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj))
+        )
         norms = {}
         if self.q_norm is not None and self.k_norm is not None:
             norms = {
@@ -78,12 +82,14 @@ class Attention(nnx.Module):
             attention_factor=self.rope.attention_factor,
             **norms,
         )
+        q, k = checkpoint_name(q, "q_rotated"), checkpoint_name(k, "k_rotated")
         if cache is not None:
             assert where.cache_index is not None
             cache = cache.write(k, v, where.cache_index)
             k, v = cache.k, cache.v
         out = attention(q, k, v, where.plan, scale=self.scale, softcap=self.softcap)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1), key), cache
+        out = checkpoint_name(out, "attention").reshape(*x.shape[:-1], -1)
+        return checkpoint_name(self.o_proj(out, key), "o"), cache
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)

@@ -115,10 +115,15 @@ class Decoder(nnx.Module):
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def _run(self, tokens, wheres, caches, dropout_key, checkpointing):
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """What enters the first layer, `[B, T, hidden]`, for tokens `[B, T]`."""
         x = self.embed_tokens.weight.get_value()[tokens].astype(self.compute)
         if self.config.embedding_scale is not None:
             x *= jnp.asarray(self.config.embedding_scale, self.compute)
+        return x
+
+    def _run(self, tokens, wheres, caches, dropout_key, checkpointing):
+        x = self.embed(tokens)
         filled = []
         for group, cache in zip(self.groups, caches or [None] * len(self.groups), strict=True):
             x, cache = group(x, wheres, cache, dropout_key, checkpointing)

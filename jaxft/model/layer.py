@@ -24,6 +24,7 @@ class Layer(nnx.Module):
     """Attention and feed-forward, each after a norm and added to the stream.
 
     Gemma 2 and 3 (`post_norms`) normalise what each adds as well; transformers' names shift then.
+    Activations bear names, by which they can be kept for the backward pass or looked at.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, storage: Storage):
@@ -41,14 +42,17 @@ class Layer(nnx.Module):
         self, x: jax.Array, where: Where, cache: Cache | None, key: jax.Array | None
     ) -> tuple[jax.Array, Cache | None]:
         """`[B, T, hidden]` -> `[B, T, hidden]`, and the cache with these tokens in it."""
+        x = checkpoint_name(x, LAYER_INPUT)
         normed, _ = self.input_layernorm(x)
+        normed = checkpoint_name(normed, "input_norm")
         attended, cache = self.self_attn(normed, where, cache, key)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             normed, x = self.post_attention_layernorm(attended, residual=x)
-            return x + self.mlp(normed, key), cache
+            return x + self.mlp(checkpoint_name(normed, "mlp_norm"), key), cache
         attended, _ = self.post_attention_layernorm(attended)
         normed, x = self.pre_feedforward_layernorm(attended, residual=x)
-        wide, _ = self.post_feedforward_layernorm(self.mlp(normed, key))
+        wide = self.mlp(checkpoint_name(normed, "mlp_norm"), key)
+        wide, _ = self.post_feedforward_layernorm(wide)
         return x + wide, cache
 
 
@@ -84,7 +88,6 @@ class Group(nnx.Module):
         structures = [structure for structure, _ in parts]
 
         def one(structure, x, state, number, cache):
-            x = checkpoint_name(x, LAYER_INPUT)
             layer = nnx.merge(structure, state)
             layer_key = None if key is None else jax.random.fold_in(key, number)
             return layer(x, wheres[layer.window], cache, layer_key)

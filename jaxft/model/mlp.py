@@ -2,6 +2,7 @@
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxft.model.config import ModelConfig
 from jaxft.model.linear import Linear
@@ -21,5 +22,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """`[..., hidden]` -> `[..., hidden]`."""
-        wide = glu(self.gate_proj(x, key), self.up_proj(x, key), activation=self.activation)
-        return self.down_proj(wide, key)
+        gate = checkpoint_name(self.gate_proj(x, key), "gate")
+        up = checkpoint_name(self.up_proj(x, key), "up")
+        wide = checkpoint_name(glu(gate, up, activation=self.activation), "glu")
+        return checkpoint_name(self.down_proj(wide, key), "down")

@@ -1,0 +1,36 @@
+"""The operations that the model is made of, as one value: kernels, or their definitions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from triton_ref.kernels import attention, cross_entropy, glu, nf4, norm, qk_norm_rope
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Functions with the signatures of `triton_ref.kernels`; any of them can be replaced."""
+
+    qk_norm_rope: Callable
+    attention: Callable
+    dequantize: Callable
+    rms_norm: Callable
+    glu: Callable
+    linear_cross_entropy: Callable
+
+
+KERNELS = Ops(
+    qk_norm_rope.qk_norm_rope,
+    attention.attention,
+    nf4.dequantize,
+    norm.rms_norm,
+    glu.glu,
+    cross_entropy.linear_cross_entropy,
+)
+DEFINITIONS = Ops(
+    qk_norm_rope.qk_norm_rope_definition,
+    attention.attention_definition,
+    nf4.dequantize_definition,
+    norm.rms_norm_definition,
+    glu.glu_definition,
+    cross_entropy.linear_cross_entropy_definition,
+)

@@ -1,0 +1,115 @@
+"""`python -m triton_ref.parity`: proves that the JAX path and the Triton path agree."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from safetensors.numpy import load_file
+
+from jaxft import cli
+from jaxft.errors import UserError
+from jaxft.report import make_console, progress_bar
+from triton_ref.parity.job import Job, result_file
+from triton_ref.parity.options import ParityConfig, parse
+from triton_ref.parity.prepare import prepare
+from triton_ref.parity.tensors import in_order
+from triton_ref.parity.verdict import Table, Verdict, judge_bfloat16, judge_float32
+
+
+def main(argv: list[str]) -> int:
+    """The command; its exit code is 1 where a bound is passed."""
+    return run(parse(argv))
+
+
+def run(config: ParityConfig) -> int:
+    """Compare both paths as `config` says, print the tables and keep them if a report is wanted.
+
+    Raises:
+      UserError: an input that cannot be used, or a side that failed, in one line.
+    """
+    console = make_console()
+    report = None if config.report is None else Path(config.report).expanduser()
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UserError(f"--report {config.report}: its folder does not exist")
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        work = Path(folder)
+        job = prepare(config, work, console)
+        verdict = _compare(config, job, work, console)
+    for table in verdict.tables:
+        _print(table, console)
+    lines = [f"FAILED: {fault}" for fault in verdict.faults] or ["passed: both paths agree"]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    if report is not None:
+        report.write_text(_markdown(config, verdict, lines), encoding="utf-8")
+        console.print(f"report written to {report}", soft_wrap=True)
+    return 1 if verdict.faults else 0
+
+
+def _compare(config: ParityConfig, job: Job, work: Path, console: Console) -> Verdict:
+    runs = [("jax", config.dtype), ("torch", config.dtype)]
+    if config.dtype != "float32":
+        runs.append(("torch", "float32"))
+    results = []
+    with progress_bar("running both paths", console) as progress:
+        for done, (side, dtype) in enumerate(runs):
+            progress(done, len(runs))
+            _run_side(side, dtype, work)
+            results.append(load_file(result_file(work, side, dtype)))
+        progress(len(runs), len(runs))
+    lora = (key for key in results[0] if key.startswith("lora/") and key.endswith(".A"))
+    modules = sorted(key.removeprefix("lora/").removesuffix(".A") for key in lora)
+    order = list(in_order(job.layers, modules))
+    if config.dtype == "float32":
+        return judge_float32(*results, order)
+    return judge_bfloat16(*results, order)
+
+
+def _run_side(side: str, dtype: str, work: Path) -> None:
+    """One path in its own process; UserError with the last line of what it said if it fails."""
+    environment = dict(os.environ)
+    if side == "torch" and shutil.which("nvidia-smi") is None:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", f"triton_ref.parity.{side}_side", str(work), dtype],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        sys.stderr.write(done.stderr)
+        raise UserError(f"the {side} side failed in {dtype}: {last}")
+
+
+def _print(table: Table, console: Console) -> None:
+    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(table.columns):
+        shown.add_column(column, justify="left" if i == 0 else "right")
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def _markdown(config: ParityConfig, verdict: Verdict, lines: list[str]) -> str:
+    parts = [f"# Parity of {config.model_name_or_path} in {config.dtype}\n"]
+    parts += [f"{line}\n" for line in lines]
+    for table in verdict.tables:
+        parts.append(f"## {table.title}\n")
+        parts.append("| " + " | ".join(table.columns) + " |")
+        parts.append("|" + " --- |" * len(table.columns))
+        parts += ["| " + " | ".join(row) + " |" for row in table.rows]
+        parts.append("")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    cli.run(main)

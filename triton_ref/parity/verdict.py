@@ -1,0 +1,174 @@
+"""Whether both paths agree, and the tables that show it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from triton_ref.parity.compare import (
+    CURVE_BOUND,
+    CURVE_BOUND_16,
+    LOSS_BOUND,
+    MEAN_BOUND_16,
+    RATIO_BOUND,
+    TENSOR_BOUND,
+    Arrays,
+    by_layer,
+    by_op,
+    curve,
+    differences,
+    first_beyond,
+    loss_of,
+)
+from triton_ref.parity.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text, under a title."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass
+class Verdict:
+    """What was found.
+
+    Attributes:
+      tables: to show.
+      faults: one sentence for each bound that is passed, the earliest tensor first.
+    """
+
+    tables: list[Table] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def judge_float32(jax: Arrays, torch: Arrays, order: Sequence[Tensor]) -> Verdict:
+    """Path against path: every tensor, the loss and the loss curves."""
+    verdict = Verdict()
+    found = differences(jax, torch, order)
+    if (tensor := first_beyond(found, TENSOR_BOUND)) is not None:
+        relative = found[tensor].relative
+        verdict.faults.append(
+            f"the first tensor that differs is the {tensor.title}: relative {relative:.1e}, "
+            f"bound {TENSOR_BOUND:.0e}"
+        )
+    loss = abs(loss_of(jax) - loss_of(torch)) / abs(loss_of(torch))
+    if not loss <= LOSS_BOUND:
+        verdict.faults.append(f"the loss differs: relative {loss:.1e}, bound {LOSS_BOUND:.0e}")
+    columns = ("", "tensors", "largest", "mean", "relative")
+    verdict.tables += [
+        Table(
+            f"By op, JAX against Triton (relative: bound {TENSOR_BOUND:.0e})",
+            columns,
+            [(r.op, f"{r.tensors}", *_three(r.difference)) for r in by_op(found)],
+        ),
+        Table(
+            "By layer: activations, and the gradients that arrive at them",
+            ("layer", "largest", "mean", "relative", "largest", "mean", "relative"),
+            [
+                (f"{n}", *_three(values.difference), *_three(gradients.difference))
+                for n, values, gradients in by_layer(found)
+            ],
+        ),
+        Table(
+            "Loss, as a sum over the recorded tokens",
+            ("JAX", "Triton", "relative", "bound"),
+            [(f"{loss_of(jax):.6f}", f"{loss_of(torch):.6f}", f"{loss:.1e}", f"{LOSS_BOUND:.0e}")],
+        ),
+        Table(
+            "Gradients of A and B",
+            columns[:1] + columns[2:],
+            [(t.key.removeprefix("lora/"), *_three(d)) for t, d in found.items() if t.op == "lora"],
+        ),
+    ]
+    _judge_curve(verdict, jax, torch, CURVE_BOUND, None)
+    return verdict
+
+
+def judge_bfloat16(jax: Arrays, torch: Arrays, exact: Arrays, order: Sequence[Tensor]) -> Verdict:
+    """Each path's distance to a float32 run, op by op, and the loss curves against each other."""
+    verdict = Verdict()
+    ours, theirs = (by_op(differences(side, exact, order)) for side in (jax, torch))
+    rows = []
+    for one, other in zip(ours, theirs, strict=True):
+        a, b = one.root_mean_square, other.root_mean_square
+        ratio = 1.0 if a == b else a / b if b else math.inf
+        rows.append(
+            (
+                one.op,
+                f"{one.tensors}",
+                f"{one.difference.largest:.1e}",
+                f"{other.difference.largest:.1e}",
+                f"{a:.2e}",
+                f"{b:.2e}",
+                f"{ratio:.2f}",
+            )
+        )
+        if not 1 / RATIO_BOUND <= ratio <= RATIO_BOUND:
+            far = "JAX" if ratio > 1 else "Triton"
+            verdict.faults.append(
+                f"{one.op}: the {far} path is {max(ratio, 1 / ratio):.2f} times as far from "
+                f"float32 as the other, bound {RATIO_BOUND}"
+            )
+    verdict.tables.append(
+        Table(
+            "By op, distance to float32 (relative, root mean square over its tensors; "
+            f"ratio: bound {RATIO_BOUND})",
+            ("", "tensors", "JAX largest", "Triton largest", "JAX", "Triton", "ratio"),
+            rows,
+        )
+    )
+    losses = [loss_of(side) for side in (jax, torch, exact)]
+    verdict.tables.append(
+        Table(
+            "Loss, as a sum over the recorded tokens",
+            ("JAX", "Triton", "float32"),
+            [[f"{loss:.4f}" for loss in losses]],
+        )
+    )
+    _judge_curve(verdict, jax, torch, CURVE_BOUND_16, MEAN_BOUND_16)
+    return verdict
+
+
+def _judge_curve(
+    verdict: Verdict, jax: Arrays, torch: Arrays, bound: float, mean_bound: float | None
+) -> None:
+    steps = curve(jax, torch)
+    if not len(steps):
+        return
+    beyond = [i for i, value in enumerate(steps) if not value <= bound]
+    if beyond:
+        i = beyond[0]
+        verdict.faults.append(
+            f"the losses differ from step {i + 1} on: {jax['losses'][i]:.6f} and "
+            f"{torch['losses'][i]:.6f}, relative {steps[i]:.1e}, bound {bound:g}"
+        )
+    if mean_bound is not None and not steps.mean() <= mean_bound:
+        verdict.faults.append(
+            f"the losses differ by {steps.mean():.2%} on average, bound {mean_bound:.1%}"
+        )
+    verdict.tables.append(
+        Table(
+            f"Losses of {len(steps)} optimiser steps: relative difference largest "
+            f"{steps.max():.1e} (bound {bound:g}), mean {steps.mean():.1e}"
+            + (f" (bound {mean_bound:g})" if mean_bound is not None else ""),
+            ("step", "JAX", "Triton", "relative", "gradient norms", ""),
+            [
+                (
+                    f"{i + 1}",
+                    f"{jax['losses'][i]:.6f}",
+                    f"{torch['losses'][i]:.6f}",
+                    f"{steps[i]:.1e}",
+                    f"{jax['grad_norms'][i]:.4f}",
+                    f"{torch['grad_norms'][i]:.4f}",
+                )
+                for i in range(len(steps))
+            ],
+        )
+    )
+
+
+def _three(d) -> tuple[str, str, str]:
+    return f"{d.largest:.1e}", f"{d.mean:.1e}", f"{d.relative:.1e}"

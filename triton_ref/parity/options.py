@@ -17,10 +17,10 @@ GROUPS = {
     "comparison": "What is compared, and in which arithmetic.",
 }
 DESCRIPTION = (
-    "Runs the same checkpoint, packed batch and adapter through the JAX path and through the Triton "
-    "path, each in a process of its own, and compares activations, losses and gradients. The exit "
-    "code is 1, and the first tensor that differs is named, when a bound is passed. On a CPU Triton "
-    "interprets its kernels: keep to tiny models there."
+    "Runs the same checkpoint, packed batch and adapter through the JAX path and through the "
+    "Triton path, each in a process of its own, and compares activations, losses and gradients. "
+    "The exit code is 1, and the first tensor that differs is named, when a bound is passed. On a "
+    "CPU Triton interprets its kernels: keep to tiny models there."
 )
 _TRAIN = {field.name: field for field in dataclasses.fields(TrainConfig)}
 

@@ -1,0 +1,241 @@
+"""The JAX path against the Triton path, float32, on tiny models; and faults that must be named."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import NF4_FP32, load
+from model_oracles import PROJECTIONS, add_lora, pack_rows
+from safetensors.numpy import load_file, save_file
+from test_model_families import FAMILY_TABLE, save
+from tiny import tiny_folder, write_chats
+
+from jaxft.formats.peft import AdapterConfig, save_adapter
+from jaxft.lora import adapter_arrays
+from triton_ref.ops import KERNELS, Ops
+from triton_ref.parity import jax_side, torch_side
+from triton_ref.parity.compare import Difference
+from triton_ref.parity.job import ADAPTER, BATCHES, Job
+from triton_ref.parity.tensors import in_order
+from triton_ref.parity.verdict import Verdict, judge_bfloat16, judge_float32
+
+LENGTH, STEPS = 40, 10
+# fewer layers than the table's where it has many; every type of layer is still there
+SIZES = {"gemma3_text": {"num_hidden_layers": 7}, "gemma2": {"num_hidden_layers": 3}}
+
+
+def make_work(folder: Path, name: str, steps: int, **how) -> Job:
+    """Model, adapter and packed batches with documents of one token and a tail of padding."""
+    save(folder / "model", FAMILY_TABLE[name], **SIZES.get(name, {}))
+    decoder = add_lora(load(folder / "model", NF4_FP32))
+    (folder / ADAPTER).mkdir()
+    config = AdapterConfig(4, 6.0, 0.0, PROJECTIONS, False)
+    save_adapter(folder / ADAPTER, config, adapter_arrays(decoder))
+    random = np.random.default_rng(0)
+    batches = []
+    for _ in range(max(steps, 1)):
+        rows = [
+            [random.integers(0, 64, n).tolist() for n in lengths]
+            for lengths in ((17, 1, 9, 11), (1, 26, 2))
+        ]
+        batches.append(pack_rows(rows, LENGTH))
+    save_file({k: np.stack([b[k] for b in batches]) for k in batches[0]}, folder / BATCHES)
+    given = {
+        "model": str(folder / "model"),
+        "max_length": LENGTH,
+        "load_in_4bit": True,
+        "nested": True,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "tokens": tuple(range(67)),
+        "layers": len(decoder.config.layers),
+        "steps": steps,
+    }
+    job = Job(**given | how)
+    job.save(folder)
+    return job
+
+
+def judge(work: Path, job: Job, ops: Ops, jax_result: Path | None = None) -> Verdict:
+    ours = load_file(jax_result or jax_side.run(work, "float32"))
+    theirs = load_file(torch_side.run(work, "float32", ops))
+    modules = sorted(k[5:-2] for k in ours if k.startswith("lora/") and k.endswith(".A"))
+    assert len(modules) == 7 * job.layers
+    order = list(in_order(job.layers, modules))
+    recorded = set(ours) - {"losses", "grad_norms"}
+    assert recorded == set(theirs) - {"losses", "grad_norms"} == {t.key for t in order}
+    return judge_float32(ours, theirs, order)
+
+
+@pytest.mark.parametrize("name", FAMILY_TABLE)
+def test_both_paths_agree(name, tmp_path):
+    """Activations, gradients and ten optimiser steps, on NF4 weights."""
+    job = make_work(tmp_path, name, STEPS)
+    verdict = judge(tmp_path, job, KERNELS)
+    assert verdict.faults == []
+    assert len(verdict.tables[-1].rows) == STEPS
+
+
+class TurnedOn(torch.autograd.Function):
+    """RoPE whose backward turns by the angle once more instead of back."""
+
+    @staticmethod
+    def forward(ctx, q, k, positions, inv_freq):
+        ctx.save_for_backward(positions, inv_freq)
+        return KERNELS.qk_norm_rope(q.clone(), k.clone(), positions, inv_freq)
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        return *KERNELS.qk_norm_rope(dq.clone(), dk.clone(), *ctx.saved_tensors), None, None
+
+
+def rope_turned_on(q, k, positions, inv_freq, *, attention_factor):
+    return TurnedOn.apply(q, k, positions, inv_freq)
+
+
+def mask_off_by_one(q, k, v, cu_seqlens, max_seqlen, **how):
+    """Documents that begin one token late, so that the first belongs to the one before."""
+    late = cu_seqlens.clone()
+    late[1:-1] += 1
+    return KERNELS.attention(q, k, v, late, max_seqlen + 1, **how)
+
+
+def offset_missing(weight, dtype):
+    return KERNELS.dequantize(dataclasses.replace(weight, absmax_offset=torch.zeros(())), dtype)
+
+
+def window_too_wide(q, k, v, cu_seqlens, max_seqlen, *, window, **how):
+    return KERNELS.attention(q, k, v, cu_seqlens, max_seqlen, window=window + 1, **how)
+
+
+def gradient_of_gate_too_large(gate, up, activation):
+    return KERNELS.glu(gate + 0.1 * (gate - gate.detach()), up, activation)
+
+
+def targets_late(hidden, head, targets, **how):
+    return KERNELS.linear_cross_entropy(hidden, head, targets.roll(1), **how)
+
+
+FAULTS = {
+    "qk_norm_rope": (rope_turned_on, r"gradient at model\.layers\.1\.k \(from qk_norm_rope, back"),
+    "attention": (mask_off_by_one, r"the model\.layers\.0\.attention \(from attention\)"),
+    "attention, window": (window_too_wide, r"the model\.layers\.0\.attention \(from attention\)"),
+    "dequantize": (offset_missing, r"the model\.layers\.0\.self_attn\.q_proj \(from nf4\)"),
+    "glu": (
+        gradient_of_gate_too_large,
+        r"gradient at model\.layers\.1\.gate \(from glu, backward\)",
+    ),
+    "linear_cross_entropy": (targets_late, r"the nll \(from cross_entropy\)"),
+}
+
+
+@pytest.fixture(scope="module")
+def jax_result(tmp_path_factory):
+    """A work folder of Mistral, which has windows, and the JAX path's result."""
+    work = tmp_path_factory.mktemp("mistral")
+    return work, make_work(work, "mistral", 0), jax_side.run(work, "float32")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_op_is_named(fault, jax_result):
+    work, job, result = jax_result
+    broken, words = FAULTS[fault]
+    ops = dataclasses.replace(KERNELS, **{fault.partition(",")[0]: broken})
+    verdict = judge(work, job, ops, result)
+    assert re.search(words, verdict.faults[0]), verdict.faults
+
+
+def test_measures():
+    one, other = np.array([1.0, 2.0, 2.0]), np.array([1.0, 2.0, 2.5])
+    assert Difference.of(one, other) == Difference(0.5, 0.5 / 3, 0.5 / np.sqrt(11.25))
+    assert Difference.of(np.zeros(3), np.zeros(3)) == Difference(0, 0, 0)
+    assert Difference.of(one, np.zeros(3)).relative == np.inf
+    assert np.isnan(Difference.of(one, np.array([1.0, np.nan, 2])).relative)
+    with pytest.raises(ValueError, match="shapes"):
+        Difference.of(one, np.zeros(4))
+
+
+def test_what_is_no_number_is_a_fault(jax_result):
+    _, job, result = jax_result
+    good = load_file(result)
+    order = list(in_order(job.layers, ["model.layers.0.mlp.up_proj"]))
+    assert judge_float32(good, good, order).faults == []
+    key = "gradient/model.layers.1.glu"
+    bad = good | {key: np.where(np.arange(good[key].size).reshape(good[key].shape) == 3, np.nan, 1)}
+    assert "gradient at model.layers.1.glu" in judge_float32(bad, good, order).faults[0]
+    with pytest.raises(ValueError, match=r"the second result has no tensor value/hidden"):
+        judge_float32(good, {k: v for k, v in good.items() if k != "value/hidden"}, order)
+
+
+def test_sides_in_bfloat16_are_measured_from_float32(jax_result):
+    """Noise of one size passes; twice the noise on one side does not, and that side is named."""
+    _, job, result = jax_result
+    exact = load_file(result)
+    order = list(in_order(job.layers, ["model.layers.0.mlp.up_proj"]))
+    random = np.random.default_rng(0)
+
+    def noisy(size: float, of: str = "") -> dict[str, np.ndarray]:
+        found = {}
+        for key, array in exact.items():
+            own = size if of in key else 1e-3
+            found[key] = array * (1 + own * random.normal(size=array.shape)).astype(np.float32)
+        return found
+
+    assert judge_bfloat16(noisy(1e-3), noisy(1e-3), exact, order).faults == []
+    faults = judge_bfloat16(noisy(2e-3, "glu"), noisy(1e-3), exact, order).faults
+    assert [fault.partition(":")[0] for fault in faults] == ["glu", "linear backward"]
+    assert "the JAX path is" in faults[0]
+    (fault,) = judge_bfloat16(noisy(1e-3), noisy(2e-3, "lora/"), exact, order).faults
+    assert "the Triton path is" in fault
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "triton_ref.parity", *args],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_command(dtype, tmp_path):
+    """From a folder and a file of chats to a verdict and a report."""
+    model = tiny_folder(tmp_path / "model")
+    rows = write_chats(tmp_path / "rows.jsonl", 12)
+    report = tmp_path / "report.md"
+    how = ["--max_length", "96", "--steps", "2", "--dtype", dtype, "--lora_r", "4"]
+    how += ["--model_name_or_path", str(model), "--dataset_name", str(rows)]
+    got = command(*how, "--report", str(report))
+    assert (got.returncode, got.stderr) == (0, "")
+    assert "passed: both paths agree" in got.stdout
+    text = report.read_text()
+    assert f"in {dtype}" in text
+    assert "| qk_norm_rope backward |" in text
+    assert "Losses of 2 optimiser steps" in text
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    model = tiny_folder(tmp_path / "model")
+    rows = write_chats(tmp_path / "rows.jsonl", 4)
+    given = ["--model_name_or_path", str(model), "--dataset_name", str(rows)]
+    for more, words in (
+        (["--steps", "-1"], "--steps must be at least 0, got -1"),
+        (["--lora_rank", "4"], "--lora_rank"),
+        (["--report", str(tmp_path / "no" / "r.md")], "its folder does not exist"),
+        (["--max_length", "8"], "--max_length"),
+    ):
+        got = command(*given, *more)
+        assert got.returncode == 2
+        assert got.stderr.startswith("error: ")
+        assert words in got.stderr
+        assert got.stderr.count("\n") == 1

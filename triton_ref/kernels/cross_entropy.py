@@ -5,6 +5,8 @@ from 16-bit inputs by a product that accumulates and returns float32 where torch
 else by a product of the inputs in float32. The gradients' products are of float32 inputs.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -155,10 +157,14 @@ def _logits(hidden: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return hidden.float() @ part.float().T
 
 
-def _launch(rows: int, logits: torch.Tensor) -> tuple[tuple[int], dict]:
-    columns = min(triton.next_power_of_2(logits.shape[1]), _COLUMNS)
-    how = {"ROWS": _ROWS, "COLUMNS": columns, "INT64": needs_int64(logits), "num_warps": 8}
-    return (triton.cdiv(rows, _ROWS),), how
+def _settings(logits: torch.Tensor, softcap: float | None) -> dict[str, Any]:
+    return {
+        "SOFTCAP": softcap is not None,
+        "INT64": needs_int64(logits),
+        "ROWS": _ROWS,
+        "COLUMNS": min(triton.next_power_of_2(logits.shape[1]), _COLUMNS),
+        "num_warps": 8,
+    }
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -169,8 +175,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total, wanted = torch.zeros_like(largest), torch.zeros_like(largest)
         for start in range(0, vocabulary if rows else 0, chunk):
             logits = _logits(hidden, head[start : start + chunk])
-            grid, how = _launch(rows, logits)
-            _forward[grid](
+            _forward[(triton.cdiv(rows, _ROWS),)](
                 logits,
                 targets,
                 largest,
@@ -180,8 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits.shape[1],
                 start,
                 softcap or 0.0,
-                SOFTCAP=softcap is not None,
-                **how,
+                **_settings(logits, softcap),
             )
         ctx.save_for_backward(hidden, head, targets, largest, total)
         ctx.softcap, ctx.chunk = softcap, chunk
@@ -199,8 +203,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(head) if rows else 0, ctx.chunk):
             part = head[start : start + ctx.chunk]
             logits = _logits(hidden, part)
-            grid, how = _launch(rows, logits)
-            _backward[grid](
+            _backward[(triton.cdiv(rows, _ROWS),)](
                 logits,
                 targets,
                 largest,
@@ -210,8 +213,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits.shape[1],
                 start,
                 ctx.softcap or 0.0,
-                SOFTCAP=ctx.softcap is not None,
-                **how,
+                **_settings(logits, ctx.softcap),
             )
             if d_hidden is not None:
                 d_hidden.addmm_(logits, part.float())
@@ -252,7 +254,7 @@ def linear_cross_entropy(
             f"cross_entropy: targets must be int32 or int64 {list(hidden.shape[:1])}, "
             f"not {targets.dtype} {list(targets.shape)}"
         )
-    if softcap is not None and not softcap > 0 or chunk < 1:
+    if (softcap is not None and not softcap > 0) or chunk < 1:
         raise ValueError(f"cross_entropy: softcap {softcap} and chunk {chunk} must be positive")
     check_device(hidden, head, targets)
     if bool(((targets < -1) | (targets >= len(head))).any()):

@@ -1,7 +1,7 @@
 """Gated linear units: activation(gate) * up, forward and backward, one kernel each."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -89,6 +89,10 @@ def _backward(
     tl.store(d_up + index, rounded(d * (x * s), d_up.dtype.element_ty), mask=inside)
 
 
+def _settings(gate: torch.Tensor, gelu: bool) -> dict[str, Any]:
+    return {"GELU": gelu, "INT64": needs_int64(gate), "TILE": _TILE, "num_warps": 8}
+
+
 class _Glu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, gelu: bool):
@@ -99,10 +103,7 @@ class _Glu(torch.autograd.Function):
                 up,
                 out,
                 out.numel(),
-                GELU=gelu,
-                INT64=needs_int64(out),
-                TILE=_TILE,
-                num_warps=8,
+                **_settings(out, gelu),
             )
         ctx.save_for_backward(gate, up)
         ctx.gelu = gelu
@@ -121,10 +122,7 @@ class _Glu(torch.autograd.Function):
                 d_gate,
                 d_up,
                 gate.numel(),
-                GELU=ctx.gelu,
-                INT64=needs_int64(gate),
-                TILE=_TILE,
-                num_warps=8,
+                **_settings(gate, ctx.gelu),
             )
         return d_gate, d_up, None
 

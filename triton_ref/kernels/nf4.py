@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -64,6 +65,7 @@ class NF4:
     def __post_init__(self):
         count = math.prod(self.shape)
         blocks = -(-count // BLOCK)
+        want: dict[str, tuple[torch.dtype, tuple[int, ...]]]
         want = {"codes": (torch.uint8, (-(-count // 2),))}
         if self.nested:
             want["absmax"] = (torch.uint8, (blocks,))
@@ -249,6 +251,16 @@ def _dequantize(
     tl.store(out + index, rounded(value, out.dtype.element_ty), mask=inside)
 
 
+def _settings(weight: NF4, out: torch.Tensor) -> dict[str, Any]:
+    return {
+        "NESTED": weight.nested,
+        "INT64": needs_int64(out),
+        "TILE": _TILE,
+        "num_warps": 8,
+        "enable_fp_fusion": False,  # the product of a nested scale is rounded before its offset
+    }
+
+
 def dequantize(weight: NF4, dtype: torch.dtype) -> torch.Tensor:
     """`[out, in]` in `dtype` (float32, bfloat16, float16), bit for bit as defined above.
 
@@ -275,10 +287,6 @@ def dequantize(weight: NF4, dtype: torch.dtype) -> torch.Tensor:
         dynamic_map(device),
         out,
         out.numel(),
-        NESTED=weight.nested,
-        INT64=needs_int64(out),
-        TILE=_TILE,
-        num_warps=8,
-        enable_fp_fusion=False,  # the product of a nested scale is rounded before its offset
+        **_settings(weight, out),
     )
     return out

@@ -1,6 +1,6 @@
 """RMSNorm with an optional residual: the sum that the stream goes on with, and its norm."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -130,10 +130,17 @@ def _backward(
         tl.store(d_weight + program * width + column, share, mask=column < width)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Rows of one tile, and its width: a power of 2 with room for a whole row."""
-    padded = triton.next_power_of_2(width)
-    return max(_TILE // padded, 1), padded
+def _settings(x: torch.Tensor, form: Form, **switches: bool) -> dict[str, Any]:
+    """Among them the rows of one tile, and its width: a power of 2 with room for a whole row."""
+    width = triton.next_power_of_2(x.shape[1])
+    return {
+        "GEMMA": form == "gemma",
+        "INT64": needs_int64(x),
+        "ROWS": max(_TILE // width, 1),
+        "WIDTH": width,
+        "num_warps": 8,
+        **switches,
+    }
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -144,9 +151,9 @@ class _RMSNorm(torch.autograd.Function):
         h = x.view_as(x) if residual is None else torch.empty_like(x)
         y = torch.empty_like(x)
         inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
-        tile_rows, tile_width = _tile(width)
         if x.numel():
-            _forward[(triton.cdiv(rows, tile_rows),)](
+            settings = _settings(x, form, RESIDUAL=residual is not None)
+            _forward[(triton.cdiv(rows, settings["ROWS"]),)](
                 x,
                 residual,
                 weight,
@@ -156,12 +163,7 @@ class _RMSNorm(torch.autograd.Function):
                 rows,
                 width,
                 eps,
-                RESIDUAL=residual is not None,
-                GEMMA=form == "gemma",
-                INT64=needs_int64(x),
-                ROWS=tile_rows,
-                WIDTH=tile_width,
-                num_warps=8,
+                **settings,
             )
         ctx.save_for_backward(x if residual is None else h, weight, inverse)
         ctx.form = form
@@ -174,15 +176,14 @@ class _RMSNorm(torch.autograd.Function):
         for_x, for_residual, for_weight = ctx.needs_input_grad[:3]
         if d_y is None:
             zeros = torch.zeros_like(weight) if for_weight else None
-            return d_h, d_h if for_residual else None, zeros, None, None
+            return d_h if for_x else None, d_h if for_residual else None, zeros, None, None
         rows, width = h.shape
         d_x = torch.empty_like(h)
-        tile_rows, tile_width = _tile(width)
-        programs = min(triton.cdiv(rows, tile_rows), _PROGRAMS)
-        shares = torch.zeros(
-            programs if for_weight else 0, width, dtype=torch.float32, device=h.device
-        )
+        d_weight = torch.zeros_like(weight) if for_weight else None
         if h.numel():
+            settings = _settings(h, ctx.form, D_H=d_h is not None, D_WEIGHT=for_weight)
+            programs = min(triton.cdiv(rows, settings["ROWS"]), _PROGRAMS)
+            shares = h.new_empty(programs, width, dtype=torch.float32) if for_weight else None
             _backward[(programs,)](
                 d_y.contiguous(),
                 None if d_h is None else d_h.contiguous(),
@@ -193,15 +194,10 @@ class _RMSNorm(torch.autograd.Function):
                 shares,
                 rows,
                 width,
-                D_H=d_h is not None,
-                D_WEIGHT=for_weight,
-                GEMMA=ctx.form == "gemma",
-                INT64=needs_int64(h),
-                ROWS=tile_rows,
-                WIDTH=tile_width,
-                num_warps=8,
+                **settings,
             )
-        d_weight = shares.sum(0).to(weight.dtype) if for_weight else None
+            if shares is not None:
+                d_weight = shares.sum(0).to(weight.dtype)
         return d_x if for_x else None, d_x if for_residual else None, d_weight, None, None
 
 

@@ -5,14 +5,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from triton_hopper import SHARED_MEMORY, compile_for_hopper
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from triton_hopper import SHARED_MEMORY, compile_for_hopper  # noqa: E402
-
-from triton_ref.kernels import nf4  # noqa: E402
-from triton_ref.kernels.launch import interpreted, needs_int64  # noqa: E402
+from triton_ref.kernels import nf4
+from triton_ref.kernels.launch import interpreted, needs_int64
 
 DEVICE = "cpu" if interpreted() else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -35,18 +35,20 @@ def glu_definition(gate: torch.Tensor, up: torch.Tensor, activation: Activation)
 def _gate_and_slope(x, GELU: tl.constexpr):
     """s and x * ds/dx of the activation x * s, where s is a sigmoid of x or of a cubic in x.
 
-    (1 + tanh(z)) / 2 is the sigmoid of 2 z. Only powers of e below 1 are taken, so nothing
-    overflows; where that power is 0, so is the slope, whatever the cubic is.
+    (1 + tanh(z)) / 2 is the sigmoid of 2 z. Only powers of e below 1 are taken, and the cubic
+    within +-100, past which the sigmoid is 0 or 1 in float32: nothing overflows. NaN stays NaN.
     """
     inner = x
     inner_slope = x  # times x
     if GELU:
-        inner = 1.5957691216057308 * (x + 0.044715 * (x * x * x))  # 2 * sqrt(2 / pi)
-        inner_slope = 1.5957691216057308 * (x + 0.134145 * (x * x * x))
+        near = tl.clamp(x, -100.0, 100.0, propagate_nan=tl.PropagateNan.ALL)
+        cube = near * near * near
+        inner = 1.5957691216057308 * (near + 0.044715 * cube)  # 2 * sqrt(2 / pi)
+        inner_slope = 1.5957691216057308 * (near + 0.134145 * cube)
     power = tl.exp(-tl.abs(inner))
-    below = tl.div_rn(power, 1.0 + power)  # the sigmoid of -|inner|
     above = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + power)
-    slope = tl.where(power > 0, below * above * tl.where(power > 0, inner_slope, 0.0), 0.0)
+    below = power * above  # the sigmoid of -|inner|
+    slope = below * above * inner_slope
     return tl.where(inner >= 0, above, below), slope
 
 

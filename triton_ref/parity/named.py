@@ -24,9 +24,8 @@ def run_named(
         return variable.val if isinstance(variable, Literal) else known[variable]
 
     for equation in jaxpr.eqns:
-        functions, parameters = equation.primitive.get_bind_params(equation.params)
-        inputs = map(value, equation.invars)
-        results = equation.primitive.bind(*functions, *inputs, **parameters)
+        parameters = equation.primitive.get_bind_params(equation.params)
+        results = equation.primitive.bind(*map(value, equation.invars), **parameters)
         if not equation.primitive.multiple_results:
             results = [results]
         if equation.primitive.name == "name":

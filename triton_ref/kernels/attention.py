@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from triton_ref.kernels.dot import dot
 from triton_ref.kernels.launch import check_device, needs_int64
 from triton_ref.kernels.rounding import rounded
 from triton_ref.kernels.tanh import tanh
@@ -66,7 +67,7 @@ def _scores(
     SOFTCAP: tl.constexpr,
 ):
     """Scores `[rows, keys]` with -inf where a key is not seen, and the slope of the cap."""
-    score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+    score = dot(q_tile, tl.trans(k_tile)) * scale
     slope = tl.full(score.shape, 1.0, tl.float32)
     if SOFTCAP:
         capped = tanh(score / softcap)
@@ -145,7 +146,7 @@ def _forward(
         share = tl.exp(score - level[:, None])
         weight = weight * shrink + tl.sum(share, 1)
         share = rounded(share, v_tile.dtype)
-        total = total * shrink[:, None] + tl.dot(share, v_tile, input_precision="ieee")
+        total = total * shrink[:, None] + dot(share, v_tile)
         most = higher
     real = row < end
     weight = tl.where(real, weight, 1.0)
@@ -201,9 +202,9 @@ def _backward_q(
             q_tile, k_tile, row, key, end, scale, window, softcap, WINDOW, SOFTCAP
         )
         share = tl.exp(score - level)
-        d_share = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
+        d_share = dot(d_tile, tl.trans(v_tile))
         d_score = rounded(share * (d_share - mean) * slope, k_tile.dtype)
-        total += tl.dot(d_score, k_tile, input_precision="ieee")
+        total += dot(d_score, k_tile)
     _put(d_q, total * scale, row, end, head, HEADS, D, COLS, INT64)
 
 
@@ -258,11 +259,11 @@ def _backward_kv(
                 q_tile, k_tile, row, key, end, scale, window, softcap, WINDOW, SOFTCAP
             )
             share = tl.exp(score - level)
-            d_share = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
+            d_share = dot(d_tile, tl.trans(v_tile))
             d_score = rounded(share * (d_share - mean) * slope, q_tile.dtype)
             share = rounded(share, d_tile.dtype)
-            of_v += tl.dot(tl.trans(share), d_tile, input_precision="ieee")
-            of_k += tl.dot(tl.trans(d_score), q_tile, input_precision="ieee")
+            of_v += dot(tl.trans(share), d_tile)
+            of_k += dot(tl.trans(d_score), q_tile)
     _put(d_k, of_k * scale, key, end, kv_head, KV_HEADS, D, COLS, INT64)
     _put(d_v, of_v, key, end, kv_head, KV_HEADS, D, COLS, INT64)
 

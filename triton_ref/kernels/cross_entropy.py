@@ -13,6 +13,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from triton_ref.kernels.launch import check_device, needs_int64
+from triton_ref.kernels.tanh import tanh
 
 _ROWS = 8  # of one tile
 _COLUMNS = 1024  # of one tile, at most
@@ -38,21 +39,6 @@ def linear_cross_entropy_definition(
     index = targets.long().clamp(min=0)[:, None]
     nll = torch.logsumexp(logits, 1) - logits.gather(1, index)[:, 0]
     return torch.where(targets >= 0, nll, 0)
-
-
-@triton.jit
-def _tanh(x):
-    """tanh, with a series near 0, where the quotient of exponentials loses digits."""
-    size = tl.abs(x)
-    power = tl.exp(-2.0 * size)
-    quotient = tl.div_rn(1.0 - power, 1.0 + power)
-    near = tl.minimum(size, 0.25)
-    square = near * near
-    series = 1.0 + square * (
-        -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))
-    )
-    magnitude = tl.where(size < 0.25, near * series, quotient)
-    return tl.where(x < 0, -magnitude, magnitude)
 
 
 @triton.jit
@@ -91,7 +77,7 @@ def _forward(
         at = base[:, None] * columns + column[None, :]
         z = tl.load(logits + at, mask=present[:, None] & valid, other=0.0)
         if SOFTCAP:
-            z = softcap * _tanh(z / softcap)
+            z = softcap * tanh(z / softcap)
         hit = valid & (column[None, :] == target[:, None])
         found += tl.sum(tl.where(hit, z, 0.0), 1)
         z = tl.where(valid, z, -float("inf"))
@@ -138,7 +124,7 @@ def _backward(
         z = tl.load(logits + at, mask=inside, other=0.0)
         slope = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
         if SOFTCAP:
-            capped = _tanh(z / softcap)
+            capped = tanh(z / softcap)
             slope = (1.0 - capped) * (1.0 + capped)
             z = softcap * capped
         # beside the row's entries the 0 that was loaded may lie above the largest logit

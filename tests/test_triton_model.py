@@ -25,7 +25,12 @@ from triton_ref.packing import unpad
 
 CPU = torch.device("cpu")
 # than the table's: every type of layer is still there
-FEWER_LAYERS = {"gemma3_text": {"num_hidden_layers": 7}, "gemma2": {"num_hidden_layers": 3}}
+TYPES = ["sliding_attention", "full_attention"]
+FEWER_LAYERS = {
+    "qwen2": {"num_hidden_layers": 2, "max_window_layers": 1},
+    "gemma2": {"num_hidden_layers": 2},
+    "gemma3_text": {"num_hidden_layers": 2, "layer_types": TYPES},
+}
 
 
 def load(folder: Path, pairs: dict[str, Pair], ops: Ops = KERNELS, **how) -> Decoder:

@@ -31,7 +31,8 @@ LENGTH, STEPS = 40, 10
 
 def make_work(folder: Path, name: str, steps: int, **how) -> Job:
     """Model, adapter and packed batches with documents of one token and a tail of padding."""
-    save(folder / "model", FAMILY_TABLE[name], **FEWER_LAYERS.get(name, {}))
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1} | FEWER_LAYERS.get(name, {})
+    save(folder / "model", FAMILY_TABLE[name], **sizes)
     decoder = add_lora(load(folder / "model", NF4_FP32))
     (folder / ADAPTER).mkdir()
     config = AdapterConfig(4, 6.0, 0.0, PROJECTIONS, False)
@@ -41,7 +42,7 @@ def make_work(folder: Path, name: str, steps: int, **how) -> Job:
     for _ in range(max(steps, 1)):
         rows = [
             [random.integers(0, 64, n).tolist() for n in lengths]
-            for lengths in ((17, 1, 9), (1, 24))
+            for lengths in ((17, 1), (9,))
         ]
         batches.append(pack_rows(rows, LENGTH))
     save_file({k: np.stack([b[k] for b in batches]) for k in batches[0]}, folder / BATCHES)
@@ -53,7 +54,7 @@ def make_work(folder: Path, name: str, steps: int, **how) -> Job:
         "learning_rate": 1e-3,
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
-        "tokens": tuple(range(52)),
+        "tokens": tuple(range(27)),
         "layers": len(decoder.config.layers),
         "steps": steps,
     }

@@ -41,8 +41,7 @@ def make_work(folder: Path, name: str, steps: int, **how) -> Job:
     batches = []
     for _ in range(max(steps, 1)):
         rows = [
-            [random.integers(0, 64, n).tolist() for n in lengths]
-            for lengths in ((17, 1), (9,))
+            [random.integers(0, 64, n).tolist() for n in lengths] for lengths in ((17, 1), (9,))
         ]
         batches.append(pack_rows(rows, LENGTH))
     save_file({k: np.stack([b[k] for b in batches]) for k in batches[0]}, folder / BATCHES)
@@ -189,7 +188,7 @@ def test_sides_in_bfloat16_are_measured_from_float32(jax_result):
         return found
 
     assert judge_bfloat16(noisy(1e-3), noisy(1e-3), exact, order).faults == []
-    faults = judge_bfloat16(noisy(2e-3, "glu"), noisy(1e-3), exact, order).faults
+    faults = judge_bfloat16(noisy(1e-2, "glu"), noisy(1e-3), exact, order).faults
     assert [fault.partition(":")[0] for fault in faults] == ["glu", "linear backward"]
     assert "the JAX path is" in faults[0]
     (fault,) = judge_bfloat16(noisy(1e-3), noisy(2e-3, "lora/"), exact, order).faults

@@ -25,7 +25,7 @@ BF16 = np.dtype(jnp.bfloat16)
 
 def main(argv: list[str]) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
     source.add_argument("--model", metavar="PATH", help="weights of a GGUF file")

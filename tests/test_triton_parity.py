@@ -174,7 +174,7 @@ def test_what_is_no_number_is_a_fault(jax_result):
 
 
 def test_sides_in_bfloat16_are_measured_from_float32(jax_result):
-    """Noise of one size passes; twice the noise on one side does not, and that side is named."""
+    """Noise of one size passes; twice the noise in all that an op makes on one side does not."""
     _, job, result = jax_result
     exact = load_file(result)
     order = list(in_order(job.layers, ["model.layers.0.mlp.up_proj"]))
@@ -188,9 +188,11 @@ def test_sides_in_bfloat16_are_measured_from_float32(jax_result):
         return found
 
     assert judge_bfloat16(noisy(1e-3), noisy(1e-3), exact, order).faults == []
-    faults = judge_bfloat16(noisy(1e-2, "glu"), noisy(1e-3), exact, order).faults
-    assert [fault.partition(":")[0] for fault in faults] == ["glu", "linear backward"]
-    assert "the JAX path is" in faults[0]
+    for size, ops in ((2e-3, ["glu"]), (1e-2, ["glu", "linear backward"])):
+        # the gradient at glu is one of four kinds that linear makes: twice its noise is 1.3 there
+        faults = judge_bfloat16(noisy(size, "glu"), noisy(1e-3), exact, order).faults
+        assert [fault.partition(":")[0] for fault in faults] == ops
+        assert "the JAX path is" in faults[0]
     (fault,) = judge_bfloat16(noisy(1e-3), noisy(2e-3, "lora/"), exact, order).faults
     assert "the Triton path is" in fault
 

@@ -32,9 +32,11 @@ def load_adapter(folder: Path) -> dict[str, Pair]:
     """Pairs by module path in the text model, such as `model.layers.0.mlp.up_proj`.
 
     Raises:
-      ValueError: a tensor that is no A or B, or one without its partner.
+      ValueError: no LoRA adapter, a tensor that is no A or B, or one without its partner.
     """
-    config = LoraConfig.from_pretrained(folder)
+    config = LoraConfig.from_pretrained(str(folder))
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{folder}: the adapter is of type {config.peft_type}, not LORA")
     tensors = load_file(folder / "adapter_model.safetensors")
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -47,8 +49,8 @@ def load_adapter(folder: Path) -> dict[str, Pair]:
         if len(pair) < 2:
             raise ValueError(f"{folder}: {module} has one of lora_A and lora_B only")
         rank = pair["lora_A"].shape[0]
-        alphas = config.alpha_pattern
-        alpha = alphas.get(get_pattern_key(alphas.keys(), module), config.lora_alpha)
+        alphas = config.alpha_pattern or {}
+        alpha = alphas.get(get_pattern_key(list(alphas), module), config.lora_alpha)
         scale = alpha / (rank**0.5 if config.use_rslora else rank)
         pairs[text_path(module)] = Pair(pair["lora_A"], pair["lora_B"], scale)
     return pairs

@@ -1,6 +1,6 @@
 """The decoder of every supported family in torch, on the kernels of this package."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ class Projection(nn.Module):
     """A frozen matrix with its adapter.
 
     Attributes:
+      path: of the module in the checkpoint.
       weight: codes, or a tensor `[out, in]`.
       bias: `[out]`, or None.
       lora_A, lora_B: float32 masters, cast to x's dtype at use; None without an adapter.
@@ -48,12 +49,14 @@ class Projection(nn.Module):
 
     def __init__(
         self,
+        path: str,
         weight: torch.Tensor | NF4,
         bias: torch.Tensor | None,
         pair: Pair | None,
         dequantize: Callable,
     ):
         super().__init__()
+        self.path = path
         self.weight, self.bias, self._dequantize = weight, bias, dequantize
         self.lora_A = None if pair is None else nn.Parameter(pair.a.clone())
         self.lora_B = None if pair is None else nn.Parameter(pair.b.clone())
@@ -189,11 +192,14 @@ class Decoder(nn.Module):
     def adapters(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         """A and B by module path."""
         return {
-            f"{layer.name}.{path}": (projection.lora_A, projection.lora_B)
-            for layer in self.layers
-            for path in PROJECTIONS
-            if (projection := layer.projections[path.rpartition(".")[2]]).lora_A is not None
+            projection.path: (projection.lora_A, projection.lora_B)
+            for projection in self.projections()
+            if projection.lora_A is not None and projection.lora_B is not None
         }
+
+    def projections(self) -> Iterator[Projection]:
+        """All of them, layer by layer."""
+        return (module for module in self.modules() if isinstance(module, Projection))
 
 
 def load_decoder(
@@ -224,14 +230,13 @@ def load_decoder(
     def projection(path: str) -> Projection:
         unused.discard(path)
         pair = pairs.get(path)
-        weight = folder.matrix(f"{path}.weight")
-        weight = weight.to(device)
-        if load_in_4bit and not folder.quantised:
+        weight = folder.matrix(f"{path}.weight").to(device)
+        if isinstance(weight, torch.Tensor) and load_in_4bit and not folder.quantised:
             weight = quantize(weight, nested=nested)
         bias = other(f"{path}.bias") if f"{path}.bias" in folder else None
         if pair is not None:
             pair = Pair(pair.a.to(device), pair.b.to(device), pair.scale)
-        return Projection(weight, bias, pair, ops.dequantize)
+        return Projection(path, weight, bias, pair, ops.dequantize)
 
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * config.post_norms

@@ -1,12 +1,12 @@
 """What every launch has to know: where it runs, and how wide its offsets must be."""
 
 import torch
-import triton
+from triton import knobs
 
 
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before it is imported)."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def check_device(*tensors: torch.Tensor) -> None:

@@ -114,8 +114,8 @@ def _head(
             back_b *= w_b
             mean = tl.sum(back_a * a, 1) + tl.sum(back_b * b, 1)
             if REST > 0:
-                tl.store(share + 2 * HALF + rest, tl.sum(back_c * c, 0), mask=rest < REST)
-                back_c *= w_c
+                tl.store(share + 2 * HALF + rest, tl.sum(back_c * c, 0), mask=rest < REST)  # pyright: ignore[reportOperatorIssue]
+                back_c *= w_c  # pyright: ignore[reportOperatorIssue]
                 mean += tl.sum(back_c * c, 1)
             mean = (mean / WIDTH)[:, None]
             back_a = inverse * (back_a - a * mean)
@@ -128,8 +128,8 @@ def _head(
             tl.store(y + at_c, rounded(back_c, kind), mask=in_rest)
     else:
         if NORM:
-            a *= w_a
-            b *= w_b
+            a *= w_a  # pyright: ignore[reportOperatorIssue]
+            b *= w_b  # pyright: ignore[reportOperatorIssue]
         else:
             a = tl.load(x + at_a, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(x + at_b, mask=inside, other=0.0).to(tl.float32)
@@ -137,7 +137,7 @@ def _head(
         tl.store(y + at_b, rounded(b * cos + a * sin, kind), mask=inside)
         if REST > 0:
             if NORM:
-                c *= w_c
+                c *= w_c  # pyright: ignore[reportOperatorIssue]
             else:
                 c = tl.load(x + at_c, mask=in_rest, other=0.0).to(tl.float32)
             tl.store(y + at_c, rounded(c, kind), mask=in_rest)
@@ -197,7 +197,9 @@ def _kernel(
         )  # fmt: skip
 
 
-def _settings(q: torch.Tensor, k: torch.Tensor, inv_freq: torch.Tensor, norm: bool):
+def _settings(
+    q: torch.Tensor, k: torch.Tensor, inv_freq: torch.Tensor, norm: bool, backward: bool
+) -> dict[str, Any]:
     width, half = q.shape[2], len(inv_freq)
     half_tile = triton.next_power_of_2(half)
     return {
@@ -209,6 +211,7 @@ def _settings(q: torch.Tensor, k: torch.Tensor, inv_freq: torch.Tensor, norm: bo
         "HALF_TILE": half_tile,
         "REST_TILE": triton.next_power_of_2(max(width - 2 * half, 1)),
         "NORM": norm,
+        "BACKWARD": backward,
         "INT64": needs_int64(q, k),
         "TOKENS": max(_TILE // (2 * half_tile), 1),
         "num_warps": 4,
@@ -227,12 +230,12 @@ class _QKNormRope(torch.autograd.Function):
         else:
             out_q, out_k = q.view_as(q), k.view_as(k)
             ctx.save_for_backward(positions, inv_freq)
-        settings = _settings(q, k, inv_freq, norm)
+        settings = _settings(q, k, inv_freq, norm, backward=False)
         grid = (triton.cdiv(len(q), settings["TOKENS"]), q.shape[1] + k.shape[1])
         if q.numel():
             _kernel[grid](
                 q, k, out_q, out_k, q, k, positions, inv_freq, q_scale, k_scale, q,
-                len(q), factor, eps, offset, BACKWARD=False, **settings,
+                len(q), factor, eps, offset, **settings,
             )  # fmt: skip
         if not norm:
             torch.autograd.graph.increment_version(q)
@@ -247,16 +250,16 @@ class _QKNormRope(torch.autograd.Function):
         positions, inv_freq, *kept = ctx.saved_tensors
         q, k, q_scale, k_scale = kept or (d_q, d_k, None, None)
         out_q, out_k = torch.empty_like(d_q), torch.empty_like(d_k)
-        settings = _settings(q, k, inv_freq, bool(kept))
+        settings = _settings(q, k, inv_freq, bool(kept), backward=True)
         tiles, heads = triton.cdiv(len(q), settings["TOKENS"]), q.shape[1] + k.shape[1]
         shares = inv_freq.new_zeros(tiles, heads, q.shape[2]) if kept else d_q
         if q.numel():
             _kernel[(tiles, heads)](
                 q, k, out_q, out_k, d_q, d_k, positions, inv_freq, q_scale, k_scale, shares,
-                len(q), factor, eps, offset, BACKWARD=True, **settings,
+                len(q), factor, eps, offset, **settings,
             )  # fmt: skip
         scales: tuple[Any, Any] = (None, None)
-        if q_scale is not None:
+        if q_scale is not None and k_scale is not None:
             of_q, of_k = shares[:, : q.shape[1]], shares[:, q.shape[1] :]
             scales = of_q.sum((0, 1)).to(q_scale.dtype), of_k.sum((0, 1)).to(k_scale.dtype)
         return out_q, out_k, None, None, None, *scales, None, None

@@ -66,9 +66,10 @@ def _compare(config: ParityConfig, job: Job, work: Path, console: Console) -> Ve
     lora = (key for key in results[0] if key.startswith("lora/") and key.endswith(".A"))
     modules = sorted(key.removeprefix("lora/").removesuffix(".A") for key in lora)
     order = list(in_order(job.layers, modules))
-    if config.dtype == "float32":
-        return judge_float32(*results, order)
-    return judge_bfloat16(*results, order)
+    jax, torch, *exact = results
+    if not exact:
+        return judge_float32(jax, torch, order)
+    return judge_bfloat16(jax, torch, exact[0], order)
 
 
 def _run_side(side: str, dtype: str, work: Path) -> None:

@@ -134,7 +134,8 @@ def _gradients(decoder: Decoder, batch: dict[str, jax.Array]) -> Arrays:
     @jax.jit
     def gradient(trained):
         def loss(trained):
-            return sum_of_losses(nnx.merge(structure, trained, frozen), **batch)
+            model = nnx.merge(structure, trained, frozen)
+            return sum_of_losses(model, batch["tokens"], batch["segment_ids"], batch["targets"])
 
         return jax.grad(loss)(trained)
 

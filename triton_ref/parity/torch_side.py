@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from triton_ref.adapter import load_adapter
 from triton_ref.checkpoint import Folder
 from triton_ref.config import read_config
-from triton_ref.model import PROJECTIONS, Decoder, load_decoder
+from triton_ref.model import Decoder, load_decoder
 from triton_ref.ops import KERNELS, Ops
 from triton_ref.packing import Packed, unpad
 from triton_ref.parity.job import ADAPTER, BATCHES, Job, result_file
@@ -48,10 +48,9 @@ def _packed(batches: dict[str, torch.Tensor], number: int) -> Packed:
 
 def _weights(decoder: Decoder) -> dict[str, torch.Tensor]:
     found = {}
-    for layer in decoder.layers:
-        for path in PROJECTIONS:
-            dense = layer.projections[path.rpartition(".")[2]].dense(decoder.dtype)
-            found[f"weight/{layer.name}.{path}"] = dense[matrix_rows(len(dense))].float().cpu()
+    for projection in decoder.projections():
+        dense = projection.dense(decoder.dtype)
+        found[f"weight/{projection.path}"] = dense[matrix_rows(len(dense))].float().cpu()
     return found
 
 
@@ -64,6 +63,7 @@ def _step(decoder: Decoder, packed: Packed, job: Job) -> dict[str, torch.Tensor]
     del found["gradient/nll"]  # ones
     for module, pair in decoder.adapters().items():
         for part, parameter in zip("AB", pair, strict=True):
+            assert parameter.grad is not None
             found[f"lora/{module}.{part}"] = parameter.grad.cpu() / count
     return found
 

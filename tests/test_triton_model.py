@@ -24,13 +24,6 @@ from triton_ref.ops import DEFINITIONS, KERNELS, Ops
 from triton_ref.packing import unpad
 
 CPU = torch.device("cpu")
-# than the table's: every type of layer is still there
-TYPES = ["sliding_attention", "full_attention"]
-FEWER_LAYERS = {
-    "qwen2": {"num_hidden_layers": 2, "max_window_layers": 1},
-    "gemma2": {"num_hidden_layers": 2},
-    "gemma3_text": {"num_hidden_layers": 2, "layer_types": TYPES},
-}
 
 
 def load(folder: Path, pairs: dict[str, Pair], ops: Ops = KERNELS, **how) -> Decoder:
@@ -68,7 +61,7 @@ def packed(rows: list[list[list[int]]], length: int):
 @pytest.mark.parametrize("name", FAMILY_TABLE)
 def test_loss_and_gradients(name, ops, tmp_path):
     """Documents packed in two rows with padding, against PEFT that sees each alone."""
-    save(tmp_path, FAMILY_TABLE[name], **FEWER_LAYERS.get(name, {}))
+    save(tmp_path, FAMILY_TABLE[name])
     model = their_adapter(tmp_path)
     model.save_pretrained(tmp_path / "adapter")
     decoder = load(tmp_path, load_adapter(tmp_path / "adapter"), ops)

@@ -76,7 +76,7 @@ def make_case(shape: str, tokens: int, max_length: int) -> Case:
         activation=model.activation,
         qk_norm=model.qk_norm,
         gemma=model.norm_offset == 1,
-        batch={name: array[0] for name, array in loader.batch(0).items()},
+        batch={name: np.asarray(array)[0] for name, array in loader.batch(0).items()},
     )
 
 

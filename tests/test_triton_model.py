@@ -19,15 +19,16 @@ from test_model_families import DOCUMENTS, FAMILY_TABLE, RUN_ON, save
 from triton_ref.adapter import Pair, load_adapter
 from triton_ref.checkpoint import Folder
 from triton_ref.config import read_config
+from triton_ref.kernels.launch import interpreted
 from triton_ref.model import Decoder, load_decoder
 from triton_ref.ops import DEFINITIONS, KERNELS, Ops
 from triton_ref.packing import unpad
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
 
 
 def load(folder: Path, pairs: dict[str, Pair], ops: Ops = KERNELS, **how) -> Decoder:
-    how = {"dtype": torch.float32, "device": CPU, "load_in_4bit": False} | how
+    how = {"dtype": torch.float32, "device": DEVICE, "load_in_4bit": False} | how
     return load_decoder(Folder(folder), read_config(folder, 64), pairs, ops=ops, **how)
 
 
@@ -49,11 +50,13 @@ def their_adapter(folder: Path, seed: int = 0):
 
 
 def gradients(decoder: Decoder) -> Gradients:
-    return {name: tuple(p.grad.numpy() for p in pair) for name, pair in decoder.adapters().items()}
+    return {
+        name: tuple(p.grad.cpu().numpy() for p in pair) for name, pair in decoder.adapters().items()
+    }
 
 
 def packed(rows: list[list[list[int]]], length: int):
-    batch = {name: torch.tensor(array) for name, array in pack_rows(rows, length).items()}
+    batch = {n: torch.tensor(array, device=DEVICE) for n, array in pack_rows(rows, length).items()}
     return unpad(batch["tokens"], batch["segment_ids"], batch["targets"])
 
 
@@ -128,13 +131,13 @@ def test_what_is_not_there_is_named(tmp_path):
 
 
 def test_16_bit_is_near(tmp_path):
-    """bfloat16 on the CPU: near float32, and not equal to it."""
+    """bfloat16: near float32, and not equal to it."""
     save(tmp_path, FAMILY_TABLE["qwen3"], gain=2.0)
     their_adapter(tmp_path).save_pretrained(tmp_path / "adapter")
     pairs = load_adapter(tmp_path / "adapter")
     rows = packed([DOCUMENTS], 48)
     exact, near = (
-        load(tmp_path, pairs, dtype=dtype, load_in_4bit=True).losses(rows).detach().numpy()
+        load(tmp_path, pairs, dtype=dtype, load_in_4bit=True).losses(rows).detach().cpu().numpy()
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert 1e-4 < np.abs(exact - near).max() < 0.1

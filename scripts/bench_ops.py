@@ -6,7 +6,8 @@ Sizes are those of a real model, the documents' lengths those of a common instru
 numbers random and bfloat16. What is printed is the sum of the kernels' own durations as CUPTI
 reports them, mean of the repetitions, without the gaps between launches: "forward", and "both"
 for a forward pass and its gradients with respect to the activations. Each path runs in a process
-of its own.
+of its own. The JAX path is given rows with what padding packing left, the Triton path the tokens
+alone.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_step import SHAPES, make_rows
+from bench_step import SHAPES, make_rows, rows_of
 from rich.table import Table
 
 from jaxft import cli
@@ -27,7 +28,6 @@ from jaxft.model.families import read_config
 from jaxft.report import make_console, progress_bar
 
 REPEATS = 10
-OPS = ("attention", "qk_norm_rope", "dequantize", "rms_norm", "glu", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def make_case(shape: str, tokens: int, max_length: int) -> Case:
         make_rows("alpaca", 2 * tokens, max_length, model.vocab_size),
         max_length=max_length,
         packing=True,
-        batch_size=tokens // max_length,
+        batch_size=rows_of(tokens, max_length),
         num_steps=1,
     )
     layer = model.layers[0]
@@ -136,9 +136,9 @@ def time_jax(case: Case) -> Times:
     )
     del q, k, v
     weight = quantize(normal(case.intermediate, case.hidden), nested=True)
-    found["dequantize"] = mean(lambda w: dequantize(w, jnp.bfloat16), weight), None
+    found["nf4"] = mean(lambda w: dequantize(w, jnp.bfloat16), weight), None
     x, residual, scale = normal(*size, case.hidden), normal(*size, case.hidden), normal(case.hidden)
-    found["rms_norm"] = times(
+    found["norm"] = times(
         lambda x, r: rms_norm(x, scale, eps=1e-6, offset=offset, residual=r), x, residual
     )
     gate, up = (normal(*size, case.intermediate) for _ in range(2))
@@ -219,10 +219,10 @@ def time_triton(case: Case) -> Times:
     )
     del q, k, v
     weight = nf4.quantize(normal(case.intermediate, case.hidden), nested=True)
-    found["dequantize"] = mean(lambda: KERNELS.dequantize(weight, torch.bfloat16)), None
+    found["nf4"] = mean(lambda: KERNELS.dequantize(weight, torch.bfloat16)), None
     x, residual = (normal(tokens, case.hidden, learned=True) for _ in range(2))
     scale, form = normal(case.hidden), "gemma" if case.gemma else "llama"
-    found["rms_norm"] = times(
+    found["norm"] = times(
         lambda x, r: KERNELS.rms_norm(x, scale, eps=1e-6, form=form, residual=r), x, residual
     )
     gate, up = (normal(tokens, case.intermediate, learned=True) for _ in range(2))
@@ -258,7 +258,7 @@ def main(argv: list[str]) -> None:
             for i, side in enumerate((time_jax, time_triton)):
                 progress(2 * done + i, 2 * len(given.shape))
                 sides.append(pool.submit(side, case).result())
-            for op in OPS:
+            for op in sides[0]:
                 table.add_row(shape, op, *_cells(sides[0][op], sides[1][op]))
                 if given.out:
                     with given.out.open("a", encoding="utf-8") as file:

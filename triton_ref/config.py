@@ -45,7 +45,7 @@ class Config:
 
     Attributes:
       layers: one entry for each.
-      heads, kv_heads, head_dim: of attention.
+      head_dim: numbers of one head.
       scale: factor on the scores.
       attention_softcap, final_softcap: of scores and logits; None: none.
       embedding_scale: factor on the embeddings, rounded to the arithmetic's dtype.
@@ -57,8 +57,6 @@ class Config:
     """
 
     layers: tuple[Layer, ...]
-    heads: int
-    kv_heads: int
     head_dim: int
     scale: float
     attention_softcap: float | None
@@ -89,8 +87,6 @@ def read_config(folder: Path, max_length: int) -> Config:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Config(
         layers=tuple(_layers(text, head_dim, max_length)),
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
         head_dim=head_dim,
         scale=(getattr(text, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
         attention_softcap=getattr(text, "attn_logit_softcapping", None),

@@ -231,7 +231,7 @@ def load_decoder(
         unused.discard(path)
         pair = pairs.get(path)
         weight = folder.matrix(f"{path}.weight").to(device)
-        if isinstance(weight, torch.Tensor) and load_in_4bit and not folder.quantised:
+        if isinstance(weight, torch.Tensor) and load_in_4bit and not folder.quantized:
             weight = quantize(weight, nested=nested)
         bias = other(f"{path}.bias") if f"{path}.bias" in folder else None
         if pair is not None:

@@ -1,10 +1,13 @@
 """Module paths: those of a text model, whatever class the checkpoint or adapter was made for."""
 
-_VISION_CLASS = "model.language_model."
 
+def text_path(name: str) -> str:
+    """`model.layers.0.mlp.up_proj` for that, and for its names in classes with a vision part.
 
-def text_path(module: str) -> str:
-    """`model.layers.0.mlp.up_proj` for that, and for its name in a class with a vision part."""
-    if module.startswith(_VISION_CLASS):
-        return "model." + module.removeprefix(_VISION_CLASS)
-    return module
+    Those put their text model one level deeper, `model.language_model.` or
+    `language_model.model.`, the head too in the latter.
+    """
+    name = name.removeprefix("language_model.")
+    if name.startswith("model.language_model."):
+        return name.replace("language_model.", "", 1)
+    return name

@@ -19,18 +19,18 @@ class Ops:
 
 
 KERNELS = Ops(
-    qk_norm_rope.qk_norm_rope,
-    attention.attention,
-    nf4.dequantize,
-    norm.rms_norm,
-    glu.glu,
-    cross_entropy.linear_cross_entropy,
+    qk_norm_rope=qk_norm_rope.qk_norm_rope,
+    attention=attention.attention,
+    dequantize=nf4.dequantize,
+    rms_norm=norm.rms_norm,
+    glu=glu.glu,
+    linear_cross_entropy=cross_entropy.linear_cross_entropy,
 )
 DEFINITIONS = Ops(
-    qk_norm_rope.qk_norm_rope_definition,
-    attention.attention_definition,
-    nf4.dequantize_definition,
-    norm.rms_norm_definition,
-    glu.glu_definition,
-    cross_entropy.linear_cross_entropy_definition,
+    qk_norm_rope=qk_norm_rope.qk_norm_rope_definition,
+    attention=attention.attention_definition,
+    dequantize=nf4.dequantize_definition,
+    rms_norm=norm.rms_norm_definition,
+    glu=glu.glu_definition,
+    linear_cross_entropy=cross_entropy.linear_cross_entropy_definition,
 )

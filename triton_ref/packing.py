@@ -15,7 +15,6 @@ class Packed:
       targets: int64 `[N]`, the token to predict; -1 for none.
       cu_seqlens: int32 `[documents + 1]`, where they begin and end.
       max_seqlen: of the longest.
-      places: int64 `[N]`, where the tokens stood in the flattened rows.
     """
 
     tokens: torch.Tensor
@@ -23,7 +22,6 @@ class Packed:
     targets: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
-    places: torch.Tensor
 
 
 def unpad(tokens: torch.Tensor, segment_ids: torch.Tensor, targets: torch.Tensor) -> Packed:
@@ -40,5 +38,4 @@ def unpad(tokens: torch.Tensor, segment_ids: torch.Tensor, targets: torch.Tensor
         targets=targets[real].long(),
         cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).int(),
         max_seqlen=int(lengths.max()) if len(lengths) else 0,
-        places=real.flatten().nonzero().flatten(),
     )

@@ -1,6 +1,5 @@
 """The training step: packed rows in, an updated adapter out."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +16,6 @@ class Update:
     grad_norm: float
 
 
-def sum_of_losses(decoder: Decoder, micro_batches: Iterable[Packed]) -> tuple[float, int]:
-    """Losses of all targets, and how many; their gradients are added to the adapters'."""
-    total, count = 0.0, 0
-    for packed in micro_batches:
-        loss = decoder.losses(packed).sum()
-        loss.backward()
-        total += loss.item()
-        count += int((packed.targets >= 0).sum())
-    return total, count
-
-
 def make_optimizer(
     decoder: Decoder, learning_rate: float, weight_decay: float
 ) -> torch.optim.AdamW:
@@ -36,24 +24,25 @@ def make_optimizer(
 
 
 def update(
-    decoder: Decoder,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Iterable[Packed],
-    max_grad_norm: float,
+    decoder: Decoder, optimizer: torch.optim.Optimizer, packed: Packed, max_grad_norm: float
 ) -> Update:
-    """One optimiser step over micro-batches; the gradient is that of the mean over its targets.
+    """One optimiser step; the gradient is that of the mean over the targets, clipped to a norm.
+
+    A `max_grad_norm` of 0 means no clipping.
 
     Raises:
       ValueError: the step has no target.
     """
-    optimizer.zero_grad()
-    total, count = sum_of_losses(decoder, micro_batches)
+    count = int((packed.targets >= 0).sum())
     if count == 0:
         raise ValueError("a step without a target")
+    optimizer.zero_grad()
+    total = decoder.losses(packed).sum()
+    total.backward()
     for parameter in decoder.parameters():
         if parameter.grad is not None:
             parameter.grad /= count
     limit = max_grad_norm or float("inf")
     norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), limit)
     optimizer.step()
-    return Update(total / count, float(norm))
+    return Update(total.item() / count, float(norm))

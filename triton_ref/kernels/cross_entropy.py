@@ -25,9 +25,8 @@ def linear_cross_entropy_definition(
     targets: torch.Tensor,
     *,
     softcap: float | None = None,
-    chunk: int | None = None,
 ) -> torch.Tensor:
-    """float32 (float64 for float64) `[N]`, from the definition; `chunk` changes nothing.
+    """float32 (float64 for float64) `[N]`, from the definition.
 
     z = hidden head^T, with a soft-cap c then c tanh(z / c); logsumexp(z) - z[target], or 0 where
     the target is -1.

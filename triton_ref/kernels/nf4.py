@@ -17,6 +17,7 @@ import triton.language as tl
 from triton_ref.kernels.launch import check_device, needs_int64
 from triton_ref.kernels.rounding import rounded
 
+STATE = ".quant_state.bitsandbytes__nf4"  # behind the name of a weight that is NF4
 BLOCK = 64  # weights of one scale
 NESTED_BLOCK = 256  # scales of one scale of scales
 LEVELS = (
@@ -180,7 +181,7 @@ def from_bitsandbytes(tensors: Mapping[str, torch.Tensor], name: str) -> NF4:
         if not torch.equal(book.float().cpu(), want):
             raise ValueError(f"{name}: {suffix[1:]} is not the code book of the format")
 
-    state = json.loads(bytes(part(".quant_state.bitsandbytes__nf4").cpu().tolist()))
+    state = json.loads(bytes(part(STATE).cpu().tolist()))
     expect("quant_type", state.get("quant_type"), "nf4")
     expect("blocksize", state.get("blocksize"), BLOCK)
     expect_book(".quant_map", levels())

@@ -222,7 +222,6 @@ class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, positions, inv_freq, factor, q_scale, k_scale, eps, offset):
         ctx.numbers = (factor, eps, offset)
-        ctx.set_materialize_grads(True)
         norm = q_scale is not None
         if norm:  # the backward pass normalises its inputs again
             out_q, out_k = torch.empty_like(q), torch.empty_like(k)
@@ -280,8 +279,8 @@ def qk_norm_rope(
     """`[N, Hq, D]` and `[N, Hk, D]`, as defined above.
 
     Without scales q and k are overwritten, as long as they are contiguous and no leaves of a
-    graph: the backward pass does not need them, and autograd refuses a use of their old values.
-    With scales it normalises them again, so the results are new tensors.
+    graph or views of one: the backward pass does not need them, and autograd refuses a use of
+    their old values. With scales it normalises them again, so the results are new tensors.
 
     Args:
       q, k: float32, bfloat16 or float16 of one dtype and N; D of both alike.
@@ -324,6 +323,7 @@ def qk_norm_rope(
 
 def _owned(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """A contiguous tensor, which may be overwritten where there is no scale."""
-    if scale is None and x.is_leaf and x.requires_grad:
+    whole = x if x._base is None else x._base  # of a view, what it looks at
+    if scale is None and whole.is_leaf and whole.requires_grad:
         return x.clone(memory_format=torch.contiguous_format)
     return x.contiguous()

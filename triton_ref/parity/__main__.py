@@ -18,12 +18,12 @@ from jaxft.report import make_console, progress_bar
 from triton_ref.parity.job import Job, result_file
 from triton_ref.parity.options import ParityConfig, parse
 from triton_ref.parity.prepare import prepare
-from triton_ref.parity.tensors import in_order
+from triton_ref.parity.tensors import adapted, in_order
 from triton_ref.parity.verdict import Table, Verdict, judge_bfloat16, judge_float32
 
 
 def main(argv: list[str]) -> int:
-    """The command; its exit code is 1 where a bound is passed."""
+    """The command; its exit code is 1 where a bound is exceeded."""
     return run(parse(argv))
 
 
@@ -63,9 +63,7 @@ def _compare(config: ParityConfig, job: Job, work: Path, console: Console) -> Ve
             _run_side(side, dtype, work)
             results.append(load_file(result_file(work, side, dtype)))
         progress(len(runs), len(runs))
-    lora = (key for key in results[0] if key.startswith("lora/") and key.endswith(".A"))
-    modules = sorted(key.removeprefix("lora/").removesuffix(".A") for key in lora)
-    order = list(in_order(job.layers, modules))
+    order = list(in_order(job.layers, adapted(results[0])))
     jax, torch, *exact = results
     if not exact:
         return judge_float32(jax, torch, order)

@@ -110,9 +110,10 @@ def by_layer(found: Mapping[Tensor, Difference]) -> list[tuple[int, Row, Row]]:
 
 def _row(name: str, members: list[Difference]) -> Row:
     worst = Difference(
-        max(d.largest for d in members),
-        max(d.mean for d in members),
-        max(d.relative for d in members),
+        *(
+            float(np.max([getattr(d, name) for d in members]))
+            for name in ("largest", "mean", "relative")
+        )
     )
     squares = [d.relative**2 for d in members]
     return Row(name, len(members), worst, math.sqrt(sum(squares) / len(squares)))

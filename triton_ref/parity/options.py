@@ -19,18 +19,17 @@ GROUPS = {
 DESCRIPTION = (
     "Runs the same checkpoint, packed batch and adapter through the JAX path and through the "
     "Triton path, each in a process of its own, and compares activations, losses and gradients. "
-    "The exit code is 1, and the first tensor that differs is named, when a bound is passed. On a "
-    "CPU Triton interprets its kernels: keep to tiny models there."
+    "The exit code is 1 when a bound is exceeded, and the first tensor (float32) or the op "
+    "(bfloat16) is named. On a CPU Triton interprets its kernels: keep to tiny models there."
 )
 _TRAIN = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 
-def _shared(name: str, group: str, default: Any = None) -> Any:
-    """The trainer's option, with another default where one is given."""
+def _shared(name: str, group: str) -> Any:
+    """The trainer's option."""
     field = _TRAIN[name]
     about = field.metadata
-    value = field.default if default is None else default
-    return option(value, group=group, help=about["help"], metavar=about["metavar"])
+    return option(field.default, group=group, help=about["help"], metavar=about["metavar"])
 
 
 @dataclass(frozen=True, kw_only=True)

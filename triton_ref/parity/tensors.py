@@ -8,7 +8,7 @@ A side's result is one safetensors file:
   `losses`, `grad_norms`  float64 `[steps]`, of the optimiser steps
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 MATRIX_ROWS = 64  # of each frozen matrix
@@ -58,6 +58,12 @@ class Tensor:
         kind, _, name = self.key.partition("/")
         what = {"gradient": "gradient at ", "lora": "gradient of "}.get(kind, "")
         return f"{what}{name} (from {self.op}{', backward' if self.backward else ''})"
+
+
+def adapted(keys: Iterable[str]) -> list[str]:
+    """Paths of the projections whose adapters' gradients are among a result's tensors."""
+    found = (key for key in keys if key.startswith("lora/") and key.endswith(".A"))
+    return sorted(key.removeprefix("lora/").removesuffix(".A") for key in found)
 
 
 def in_order(layers: int, modules: list[str]) -> Iterator[Tensor]:

@@ -70,7 +70,7 @@ def _step(decoder: Decoder, packed: Packed, job: Job) -> dict[str, torch.Tensor]
 
 def _steps(decoder: Decoder, batches: list[Packed], job: Job) -> dict[str, torch.Tensor]:
     optimizer = make_optimizer(decoder, job.learning_rate, job.weight_decay)
-    updates = [update(decoder, optimizer, [packed], job.max_grad_norm) for packed in batches]
+    updates = [update(decoder, optimizer, packed, job.max_grad_norm) for packed in batches]
     return {
         "losses": torch.tensor([u.loss for u in updates], dtype=torch.float64),
         "grad_norms": torch.tensor([u.grad_norm for u in updates], dtype=torch.float64),

@@ -37,7 +37,7 @@ class Verdict:
 
     Attributes:
       tables: to show.
-      faults: one sentence for each bound that is passed, the earliest tensor first.
+      faults: one sentence for each bound that is exceeded, the earliest tensor first.
     """
 
     tables: list[Table] = field(default_factory=list)
@@ -66,7 +66,7 @@ def judge_float32(jax: Arrays, torch: Arrays, order: Sequence[Tensor]) -> Verdic
         ),
         Table(
             "By layer: activations, and the gradients that arrive at them",
-            ("layer", "largest", "mean", "relative", "largest", "mean", "relative"),
+            ("layer", "value largest", "mean", "relative", "gradient largest", "mean", "relative"),
             [
                 (f"{n}", *_three(values.difference), *_three(gradients.difference))
                 for n, values, gradients in by_layer(found)
@@ -94,7 +94,8 @@ def judge_bfloat16(jax: Arrays, torch: Arrays, exact: Arrays, order: Sequence[Te
     rows = []
     for one, other in zip(ours, theirs, strict=True):
         a, b = one.root_mean_square, other.root_mean_square
-        ratio = 1.0 if a == b else a / b if b else math.inf
+        near, far = sorted((a, b))
+        times = 1.0 if near == far else far / near if near else math.inf
         rows.append(
             (
                 one.op,
@@ -103,20 +104,22 @@ def judge_bfloat16(jax: Arrays, torch: Arrays, exact: Arrays, order: Sequence[Te
                 f"{other.difference.largest:.1e}",
                 f"{a:.2e}",
                 f"{b:.2e}",
-                f"{ratio:.2f}",
+                f"{times:.2f}",
             )
         )
-        if not 1 / RATIO_BOUND <= ratio <= RATIO_BOUND:
-            far = "JAX" if ratio > 1 else "Triton"
+        lost = [name for name, x in (("JAX", a), ("Triton", b)) if not math.isfinite(x)]
+        if lost:
+            verdict.faults.append(f"{one.op}: not finite on the {' and '.join(lost)} side")
+        elif times > RATIO_BOUND:
             verdict.faults.append(
-                f"{one.op}: the {far} path is {max(ratio, 1 / ratio):.2f} times as far from "
-                f"float32 as the other, bound {RATIO_BOUND}"
+                f"{one.op}: the {'JAX' if a > b else 'Triton'} path is {times:.2f} times as far "
+                f"from float32 as the other, bound {RATIO_BOUND}"
             )
     verdict.tables.append(
         Table(
             "By op, distance to float32 (relative, root mean square over its tensors; "
-            f"ratio: bound {RATIO_BOUND})",
-            ("", "tensors", "JAX largest", "Triton largest", "JAX", "Triton", "ratio"),
+            f"the farther over the nearer: bound {RATIO_BOUND})",
+            ("", "tensors", "JAX largest", "Triton largest", "JAX", "Triton", "times"),
             rows,
         )
     )

@@ -164,6 +164,27 @@ def test_other_documents_are_never_read(how):
     assert torch.isnan(run(attention, spread, ends)[0][inside]).any()
 
 
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_tiles_with_nothing_to_see(how, monkeypatch):
+    """Tall ones and wide ones: with a window some rows see nothing of their first keys."""
+    tensors, ends = inputs(SHAPES["grouped"])
+    want = run(dense, tensors, ends, torch.float64, **how)
+    for rows, keys in ((64, 16), (16, 64)):
+        monkeypatch.setattr(module, "tiles", lambda *_, r=rows, k=keys: (r, k, 4))
+        got = run(attention, tensors, ends, **how)
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, check_dtype=False)
+
+
+def test_windows_of_any_size():
+    tensors, ends = inputs(SHAPES["grouped"])
+    want = run(attention, tensors, ends)
+    for window in (70, 2**31 - 20, 2**31 - 1, 2**40):
+        torch.testing.assert_close(
+            run(attention, tensors, ends, window=window), want, rtol=0, atol=0
+        )
+    assert min(furthest(run(attention, tensors, ends, window=60), want)) > 0.001
+
+
 def test_wide_offsets_and_long_grids_change_nothing(monkeypatch):
     tensors, ends = inputs(SHAPES["grouped"])
     how = {"window": 40, "softcap": 1.5}
@@ -211,8 +232,10 @@ def test_large_scores():
 def test_strided_and_empty():
     (q, k, v, d_out), ends = inputs(SHAPES["grouped"])
     whole = attention(q, k, v, ends, 70, scale=0.3)
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    assert torch.equal(attention(*strided, ends, 70, scale=0.3), whole)
+    want = run(attention, [q, k, v, d_out], ends)
+    others = [torch.stack([x, torch.full_like(x, 7)], -1)[..., 0] for x in (q, k, v, d_out, ends)]
+    assert not any(x.is_contiguous() for x in others)
+    torch.testing.assert_close(run(attention, others[:4], others[4]), want, rtol=0, atol=0)
     repeated = torch.repeat_interleave(ends, 2)  # a document of no token behind each
     assert torch.equal(attention(q, k, v, repeated, 70, scale=0.3), whole)
     for none in (ends[:1], ends[:1].repeat(3)):
@@ -231,6 +254,7 @@ def test_refusals():
         ({"v": v[:-1]}, "do not fit"),
         ({"q": q[:, :3]}, r"q \[91, 3, 16\] and k \[91, 2, 16\] do not fit"),
         ({"q": q[0]}, "do not fit"),
+        ({"k": k[:, :0], "v": v[:, :0]}, "do not fit"),
         ({"cu_seqlens": ends.long()}, "must be int32"),
         ({"cu_seqlens": ends[:0]}, "must be int32"),
         ({"window": 0}, "window 0 and softcap None must be above 0"),

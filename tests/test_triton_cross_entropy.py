@@ -127,6 +127,22 @@ def test_large_logits(sign):
     assert not torch.isfinite(naive).any()
 
 
+def test_entries_that_cannot_be():
+    """A whole chunk of logits that are -inf, at the start, in the middle and at the end."""
+    x = inputs()
+    x[0][:, 0] = 1.0
+    wanted = set(x[2].tolist())
+    for first in (0, 40, 84):
+        free = [i for i in range(first, first + 17) if i not in wanted]
+        head = x[1].clone()
+        head[:, 0] = 0.0
+        head[free, 0] = -torch.inf
+        for chunk in (1, 8192):
+            nll = linear_cross_entropy(x[0], head, x[2], chunk=chunk)
+            want = by_torch(x[0].double(), head.double(), x[2])
+            torch.testing.assert_close(nll.double(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_no_array_of_all_logits_is_kept():
     """What the backward pass keeps: its inputs and two numbers a row."""
     hidden, head, targets, _ = inputs(rows=40, width=4, vocabulary=3000)
@@ -157,7 +173,8 @@ def test_one_gradient_alone():
 def test_strided_empty_and_int32():
     x = inputs()
     want = run(linear_cross_entropy, x)
-    strided = [each.T.contiguous().T for each in x[:2]] + [x[2].int(), x[3]]
+    strided = [each.T.contiguous().T for each in x[:2]]
+    strided += [torch.stack([each, each], 1)[:, 0] for each in (x[2].int(), x[3])]
     got = run(linear_cross_entropy, strided)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     nll, d_hidden, d_head = run(linear_cross_entropy, [x[0][:0], x[1], x[2][:0], x[3][:0]])

@@ -211,15 +211,39 @@ def test_one_launch_for_both_tensors(offset, monkeypatch):
     assert launches == [(1, 6), (1, 6)]  # forward and backward: all heads of q and of k
 
 
-def test_strided_and_empty():
+@pytest.mark.parametrize("offset", NORMS.values(), ids=NORMS)
+def test_several_tiles(offset, monkeypatch):
+    """Of 4 tokens each: a tile's own rows, positions and share of the scales' gradients."""
+    monkeypatch.setattr(module, "_TILE", 64)
     x = inputs(SHAPES["whole"])
-    want = run(qk_norm_rope, x, 0.0)
-    strided = x | {n: x[n].transpose(0, 1).contiguous().transpose(0, 1) for n in ("q", "k")}
-    torch.testing.assert_close(run(qk_norm_rope, strided, 0.0), want, rtol=0, atol=0)
-    x = inputs((0, 2, 1, 8, 8))
-    for offset in NORMS.values():
-        assert [len(each) for each in run(qk_norm_rope, x, offset)][:4] == [0] * 4
-    scales = run(qk_norm_rope, x, 0.0)[4:]
+    got = run(qk_norm_rope, x, offset)
+    want = run(by_complex_numbers, x, offset, torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, every second one of a wider tensor."""
+    return torch.stack([x, torch.full_like(x, 7)], -1)[..., 0]
+
+
+def test_one_tensor_for_both():
+    x = inputs((37, 2, 2, 16, 16))
+    where = {"positions": x["positions"], "inv_freq": x["inv_freq"]}
+    want, _ = qk_norm_rope_definition(x["q"], x["q"], **where)
+    q = x["q"].clone()
+    for got in qk_norm_rope(q, q, **where):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [None, 0.0])
+def test_strided_and_empty(offset):
+    x = inputs(SHAPES["whole"])
+    want = run(qk_norm_rope, x, offset)
+    others = {name: strided(tensor) for name, tensor in x.items()}
+    assert not any(tensor.is_contiguous() for tensor in others.values())
+    torch.testing.assert_close(run(qk_norm_rope, others, offset), want, rtol=0, atol=0)
+    q, k, d_q, d_k, *scales = run(qk_norm_rope, inputs((0, 2, 1, 8, 8)), offset)
+    assert [len(each) for each in (q, k, d_q, d_k)] == [0] * 4
     assert all(torch.equal(each, torch.zeros(8, device=DEVICE)) for each in scales)
 
 
@@ -234,9 +258,11 @@ def test_refusals():
         ({"positions": x["positions"].long()}, r"positions must be int32 \[37\]"),
         ({"positions": x["positions"][1:]}, "positions must be int32"),
         ({"inv_freq": x["inv_freq"].double()}, "inv_freq must be float32"),
-        ({"inv_freq": torch.ones(9, device=DEVICE)}, r"at most \[8\]"),
+        ({"inv_freq": torch.ones(9, device=DEVICE)}, "of 1 to 8 numbers"),
+        ({"inv_freq": torch.ones(0, device=DEVICE)}, "of 1 to 8 numbers"),
         ({"q_scale": x["q_scale"]}, "both or not at all"),
         ({"q_scale": x["q_scale"], "k_scale": x["k_scale"][1:]}, r"a scale must be \[16\]"),
+        ({"q_scale": x["q_scale"].double(), "k_scale": x["k_scale"]}, "in 16 or 32 bits"),
     ):
         with pytest.raises(ValueError, match=message):
             qk_norm_rope(**good | wrong)

@@ -347,7 +347,8 @@ def attention(
     Args:
       q: float32, bfloat16 or float16 `[N, Hq, D]`.
       k, v: `[N, Hk, D]`, Hk a divisor of Hq.
-      cu_seqlens: int32 `[documents + 1]`, where documents begin and end, from 0 on.
+      cu_seqlens: int32 `[documents + 1]`, where documents begin and end, from 0 to at most N.
+        Its numbers are not looked at: that would stop the GPU.
       max_seqlen: tokens of the longest, at least.
       scale: factor on the scores.
       window: how many tokens a query sees, itself included; None: all before it.
@@ -360,13 +361,16 @@ def attention(
         raise ValueError(f"attention: q of {q.dtype} is not supported")
     if k.dtype != q.dtype or v.dtype != q.dtype or k.shape != v.shape:
         raise ValueError(f"attention: k {k.dtype} {list(k.shape)} and v do not fit q {q.dtype}")
-    if q.ndim != 3 or k.ndim != 3 or q.shape[::2] != k.shape[::2] or q.shape[1] % k.shape[1]:
+    same = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2]
+    if not same or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"attention: q {list(q.shape)} and k {list(k.shape)} do not fit")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
         raise ValueError("attention: cu_seqlens must be int32 [documents + 1]")
     if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
         raise ValueError(f"attention: window {window} and softcap {softcap} must be above 0")
     check_device(q, k, v, cu_seqlens)
+    if window is not None and window >= max_seqlen:  # int32 has no room for the largest
+        window = None
     return _Attention.apply(
         q.contiguous(),
         k.contiguous(),

@@ -81,7 +81,8 @@ def _forward(
         found += tl.sum(tl.where(hit, z, 0.0), 1)
         z = tl.where(valid, z, -float("inf"))
         new = tl.maximum(top, tl.max(z, 1))
-        mass = mass * tl.exp(top - new) + tl.sum(tl.exp(z - new[:, None]), 1)
+        level = tl.where(new == -float("inf"), 0.0, new)  # nothing but -inf so far
+        mass = mass * tl.exp(top - level) + tl.sum(tl.exp(z - level[:, None]), 1)
         top = new
     tl.store(largest + row, top, mask=present)
     tl.store(total + row, mass, mask=present)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from triton_ref.kernels.launch import check_device, needs_int64
 from triton_ref.kernels.rounding import rounded
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 4096  # numbers of one program: whole heads of some tokens
 
 
@@ -293,29 +294,34 @@ def qk_norm_rope(
     Raises:
       ValueError: other dtypes or shapes, one scale without the other, or several devices.
     """
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+    if q.dtype not in _DTYPES or k.dtype != q.dtype:
         raise ValueError(f"qk_norm_rope: q of {q.dtype} and k of {k.dtype} are not supported")
     if q.ndim != 3 or k.ndim != 3 or q.shape[::2] != k.shape[::2]:
         raise ValueError(f"qk_norm_rope: q {list(q.shape)} and k {list(k.shape)} do not fit")
     if positions.shape != q.shape[:1] or positions.dtype != torch.int32:
         raise ValueError(f"qk_norm_rope: positions must be int32 [{len(q)}]")
-    if inv_freq.ndim != 1 or inv_freq.dtype != torch.float32 or 2 * len(inv_freq) > q.shape[2]:
-        raise ValueError(f"qk_norm_rope: inv_freq must be float32, at most [{q.shape[2] // 2}]")
+    most = q.shape[2] // 2
+    if inv_freq.ndim != 1 or inv_freq.dtype != torch.float32 or not 0 < len(inv_freq) <= most:
+        raise ValueError(f"qk_norm_rope: inv_freq must be float32 of 1 to {most} numbers")
     if (q_scale is None) != (k_scale is None):
         raise ValueError("qk_norm_rope: q_scale and k_scale are given both or not at all")
     for scale in (q_scale, k_scale):
-        if scale is not None and scale.shape != q.shape[2:]:
-            raise ValueError(f"qk_norm_rope: a scale must be [{q.shape[2]}]")
+        if scale is None:
+            continue
+        if scale.shape != q.shape[2:] or scale.dtype not in _DTYPES:
+            raise ValueError(f"qk_norm_rope: a scale must be [{q.shape[2]}] in 16 or 32 bits")
     check_device(*(t for t in (q, k, positions, inv_freq, q_scale, k_scale) if t is not None))
     q, k = _owned(q, q_scale), _owned(k, k_scale)
+    if q_scale is None and q.data_ptr() == k.data_ptr():
+        k = k.clone()
     return _QKNormRope.apply(
         q,
         k,
         positions.contiguous(),
         inv_freq.contiguous(),
         attention_factor,
-        q_scale,
-        k_scale,
+        None if q_scale is None else q_scale.contiguous(),
+        None if k_scale is None else k_scale.contiguous(),
         eps,
         norm_offset,
     )

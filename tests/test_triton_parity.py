@@ -21,7 +21,7 @@ from jaxft.lora import adapter_arrays
 from triton_ref.ops import KERNELS, Ops
 from triton_ref.parity import jax_side, torch_side
 from triton_ref.parity.compare import Difference
-from triton_ref.parity.job import ADAPTER, BATCHES, Job
+from triton_ref.parity.job import BATCHES, Job
 from triton_ref.parity.tensors import adapted, in_order
 from triton_ref.parity.verdict import Verdict, judge_bfloat16, judge_float32
 
@@ -46,9 +46,9 @@ def make_work(folder: Path, name: str, steps: int, **how) -> Job:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1} | FEWER_LAYERS.get(name, {})
     save(folder / "model", FAMILY_TABLE[name], **sizes)
     decoder = add_lora(load(folder / "model", NF4_FP32))
-    (folder / ADAPTER).mkdir()
+    (folder / "adapter").mkdir()
     config = AdapterConfig(4, 6.0, 0.0, PROJECTIONS, False)
-    save_adapter(folder / ADAPTER, config, adapter_arrays(decoder))
+    save_adapter(folder / "adapter", config, adapter_arrays(decoder))
     random = np.random.default_rng(0)
     batches = []
     for _ in range(max(steps, 1)):
@@ -59,6 +59,7 @@ def make_work(folder: Path, name: str, steps: int, **how) -> Job:
     save_file({k: np.stack([b[k] for b in batches]) for k in batches[0]}, folder / BATCHES)
     given = {
         "model": str(folder / "model"),
+        "adapter": str(folder / "adapter"),
         "max_length": LENGTH,
         "load_in_4bit": True,
         "nested": True,
@@ -79,9 +80,9 @@ def judge(work: Path, job: Job, ops: Ops, jax_result: Path | None = None) -> Ver
     theirs = load_file(torch_side.run(work, "float32", ops))
     modules = adapted(ours)
     assert len(modules) == 7 * job.layers
-    order = list(in_order(job.layers, modules))
-    recorded = set(ours) - {"losses", "grad_norms"}
-    assert recorded == set(theirs) - {"losses", "grad_norms"} == {t.key for t in order}
+    order = list(in_order(job.layers, modules, job.steps))
+    others = {"loss", "losses", "grad_norms"}
+    assert set(ours) - others == set(theirs) - others == {t.key for t in order}
     return judge_float32(ours, theirs, order)
 
 

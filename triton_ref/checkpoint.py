@@ -20,13 +20,14 @@ class Folder:
           FileNotFoundError: a file that is not there.
         """
         index = path / "model.safetensors.index.json"
-        names = ["model.safetensors"]
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        self._files = {}
-        for name in names:
-            file = safe_open(path / name, framework="pt")
-            self._files |= {text_path(key): (file, key) for key in file.keys()}  # noqa: SIM118
+            places = json.loads(index.read_text())["weight_map"]
+            files = {f: safe_open(path / f, framework="pt") for f in sorted(set(places.values()))}
+            found = {key: files[place] for key, place in places.items()}
+        else:
+            file = safe_open(path / "model.safetensors", framework="pt")
+            found = dict.fromkeys(file.keys(), file)
+        self._files = {text_path(key): (file, key) for key, file in found.items()}
 
     @property
     def quantized(self) -> bool:

@@ -220,7 +220,8 @@ def load_decoder(
 
     Raises:
       KeyError: a tensor that the folder lacks.
-      ValueError: an adapter for a module that the model does not have.
+      ValueError: an adapter for a module that the model does not have, or weights that are not
+        finite.
     """
     unused = set(pairs)
 
@@ -232,7 +233,10 @@ def load_decoder(
         pair = pairs.get(path)
         weight = folder.matrix(f"{path}.weight").to(device)
         if isinstance(weight, torch.Tensor) and load_in_4bit and not folder.quantized:
-            weight = quantize(weight, nested=nested)
+            try:
+                weight = quantize(weight, nested=nested)
+            except ValueError as error:
+                raise ValueError(f"{path}.weight: {error}") from None
         bias = other(f"{path}.bias") if f"{path}.bias" in folder else None
         if pair is not None:
             pair = Pair(pair.a.to(device), pair.b.to(device), pair.scale)

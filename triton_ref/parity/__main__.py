@@ -1,10 +1,10 @@
 """`python -m triton_ref.parity`: proves that the JAX path and the Triton path agree."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich import box
@@ -34,9 +34,7 @@ def run(config: ParityConfig) -> int:
       UserError: an input that cannot be used, or a side that failed, in one line.
     """
     console = make_console()
-    report = None if config.report is None else Path(config.report).expanduser()
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UserError(f"--report {config.report}: its folder does not exist")
+    report = None if config.report is None else _check_report(config.report)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         work = Path(folder)
         job = prepare(config, work, console)
@@ -47,12 +45,27 @@ def run(config: ParityConfig) -> int:
     for line in lines:
         console.print(line, soft_wrap=True)
     if report is not None:
-        report.write_text(_markdown(config, verdict, lines), encoding="utf-8")
+        try:
+            report.write_text(_markdown(config, verdict, lines), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--report {report}: {error.strerror}") from None
         console.print(f"report written to {report}", soft_wrap=True)
     return 1 if verdict.faults else 0
 
 
+def _check_report(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not name or path.is_dir():
+        raise UserError(f"--report {name!r} is no file name")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--report {name}: its folder does not exist")
+    return path
+
+
 def _compare(config: ParityConfig, job: Job, work: Path, console: Console) -> Verdict:
+    environment = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # the last line says the fault
+    if not _has_gpu():
+        environment["TRITON_INTERPRET"] = "1"
     runs = [("jax", config.dtype), ("torch", config.dtype)]
     if config.dtype != "float32":
         runs.append(("torch", "float32"))
@@ -60,21 +73,24 @@ def _compare(config: ParityConfig, job: Job, work: Path, console: Console) -> Ve
     with progress_bar("running both paths", console) as progress:
         for done, (side, dtype) in enumerate(runs):
             progress(done, len(runs))
-            _run_side(side, dtype, work)
+            _run_side(side, dtype, work, environment)
             results.append(load_file(result_file(work, side, dtype)))
         progress(len(runs), len(runs))
-    order = list(in_order(job.layers, adapted(results[0])))
+    order = list(in_order(job.layers, adapted(results[0]), job.steps))
     jax, torch, *exact = results
     if not exact:
         return judge_float32(jax, torch, order)
     return judge_bfloat16(jax, torch, exact[0], order)
 
 
-def _run_side(side: str, dtype: str, work: Path) -> None:
+def _has_gpu() -> bool:
+    """Whether torch can use one; asked in a process of its own."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
+
+
+def _run_side(side: str, dtype: str, work: Path, environment: Mapping[str, str]) -> None:
     """One path in its own process; UserError with the last line of what it said if it fails."""
-    environment = dict(os.environ)
-    if side == "torch" and shutil.which("nvidia-smi") is None:
-        environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
         [sys.executable, "-m", f"triton_ref.parity.{side}_side", str(work), dtype],
         env=environment,
@@ -84,9 +100,10 @@ def _run_side(side: str, dtype: str, work: Path) -> None:
         errors="replace",
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        sys.stderr.write(done.stderr)
-        raise UserError(f"the {side} side failed in {dtype}: {last}")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        if any(line.startswith("Traceback") for line in lines):
+            sys.stderr.write(done.stderr)
+        raise UserError(f"the {side} side failed in {dtype}: {lines[-1]}")
 
 
 def _print(table: Table, console: Console) -> None:

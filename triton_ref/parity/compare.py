@@ -13,9 +13,10 @@ Arrays = Mapping[str, np.ndarray]
 # float32, path against path: differences relative to the tensor's own size (norms)
 TENSOR_BOUND = 1e-4
 LOSS_BOUND = 1e-5
-CURVE_BOUND = 1e-4
+CURVE_BOUND = 1e-4  # of losses and of gradient norms
 # bfloat16: distance to float32 of one path over that of the other; the loss curves
 RATIO_BOUND = 1.5
+FAR = 0.5  # from float32, relative: too far for either, whatever the other is
 CURVE_BOUND_16 = 0.01
 MEAN_BOUND_16 = 0.002
 
@@ -119,11 +120,9 @@ def _row(name: str, members: list[Difference]) -> Row:
     return Row(name, len(members), worst, math.sqrt(sum(squares) / len(squares)))
 
 
-def loss_of(result: Arrays) -> float:
-    """Sum of the token losses that were recorded."""
-    return float(result["value/nll"].astype(np.float64).sum())
-
-
-def curve(one: Arrays, other: Arrays) -> np.ndarray:
-    """Relative difference of the losses, step by step."""
-    return np.abs(one["losses"] - other["losses"]) / np.abs(other["losses"])
+def relative(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Difference of each number, relative to the other's size; infinite where only that is 0."""
+    apart = np.abs(one - other)
+    size = np.where(apart == 0, 1.0, np.abs(other))
+    with np.errstate(divide="ignore"):
+        return apart / size

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxft.errors import UserError
 from jaxft.formats.loading import load_decoder
 from jaxft.formats.open import open_checkpoint
 from jaxft.formats.peft import load_adapter
@@ -24,7 +25,7 @@ from jaxft.step import init_state, make_train_step, split
 from pallas_kernels.attention import make_plan
 from pallas_kernels.cross_entropy import cross_entropy
 from triton_ref.names import text_path
-from triton_ref.parity.job import ADAPTER, BATCHES, Job, result_file
+from triton_ref.parity.job import BATCHES, Job, in_one_line, result_file
 from triton_ref.parity.named import run_named
 from triton_ref.parity.tensors import matrix_rows
 
@@ -36,7 +37,7 @@ def run(work: Path, dtype: str) -> Path:
     job = Job.load(work)
     storage = Storage(job.load_in_4bit, job.nested, jnp.dtype(dtype))
     decoder = load_decoder(open_checkpoint(job.model), storage, max_length=job.max_length)
-    config, pairs = load_adapter(work / ADAPTER)
+    config, pairs = load_adapter(Path(job.adapter))
     add_adapters(decoder, config, seed=0)
     set_adapter_arrays(decoder, pairs)
     batches = load_file(work / BATCHES)
@@ -112,7 +113,7 @@ def _activations(decoder: Decoder, batch: dict[str, jax.Array], job: Job) -> Arr
             "gradient/hidden": dhidden,
             "gradient/stream": dx,
         }
-        return dx, jax.tree.map(rows, found)
+        return dx, jax.tree.map(rows, found) | {"loss": losses.sum()}
 
     x = decoder.embed(batch["tokens"])
     inputs = []
@@ -124,6 +125,7 @@ def _activations(decoder: Decoder, batch: dict[str, jax.Array], job: Job) -> Arr
         dx, values, gradients = backward(structure, state, wheres[window], inputs.pop(), dx)
         found |= {f"value/model.layers.{n}.{name}": v for name, v in values.items()}
         found |= {f"gradient/model.layers.{n}.{name}": g for name, g in gradients.items()}
+    found["loss"] = np.array([found["loss"]], np.float64)
     return {name: np.asarray(array) for name, array in found.items()}
 
 
@@ -165,11 +167,17 @@ def _steps(decoder: Decoder, batches: Arrays, job: Job) -> Arrays:
         batch = {name: array[i : i + 1] for name, array in batches.items()}  # one micro-batch
         state, metrics = update(state, frozen, batch)
         found.append(metrics)
-    return {
+    result = {
         "losses": np.array([m.loss for m in found], np.float64),
         "grad_norms": np.array([m.grad_norm for m in found], np.float64),
     }
+    if found:
+        trained = adapter_arrays(nnx.merge(structure, state.trained, frozen))
+        for module, pair in trained.items():
+            for part, array in zip("AB", pair, strict=True):
+                result[f"trained/{text_path(module)}.{part}"] = array
+    return result
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2])
+    in_one_line(run, (UserError,), sys.argv[1:])

@@ -1,10 +1,12 @@
 """What the sides are told, and the folder through which they are: files only, no shared memory."""
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-BATCHES, ADAPTER, JOB = "batches.safetensors", "adapter", "job.json"
+BATCHES, JOB = "batches.safetensors", "job.json"
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,7 @@ class Job:
 
     Attributes:
       model: folder of the checkpoint.
+      adapter: folder of the adapter, the user's own where there is one.
       max_length: longest document.
       load_in_4bit, nested: how projections are kept.
       learning_rate, weight_decay, max_grad_norm: of the optimiser steps, at a constant rate.
@@ -22,6 +25,7 @@ class Job:
     """
 
     model: str
+    adapter: str
     max_length: int
     load_in_4bit: bool
     nested: bool
@@ -46,3 +50,16 @@ class Job:
 def result_file(work: Path, side: str, dtype: str) -> Path:
     """Where a side leaves its result."""
     return work / f"{side}-{dtype}.safetensors"
+
+
+def in_one_line(
+    run: Callable[[Path, str], Path], mistakes: tuple[type[Exception], ...], argv: list[str]
+) -> None:
+    """A side as a process: a mistake of the user's is one line on stderr and exit code 1.
+
+    Every other exception is a fault of the program and keeps its traceback.
+    """
+    try:
+        run(Path(argv[0]), argv[1])
+    except mistakes as error:
+        sys.exit(" ".join(str(error).split()))

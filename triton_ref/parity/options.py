@@ -100,4 +100,7 @@ def parse(argv: Sequence[str]) -> ParityConfig:
         description=DESCRIPTION,
         groups=GROUPS,
     )
+    own = [name for name in ("lora_r", "lora_alpha", "lora_target_modules") if name in given]
+    if "adapter" in given and own:
+        raise UserError(f"--{own[0]} is the random adapter's, but --adapter gives one")
     return options.make(ParityConfig, given)

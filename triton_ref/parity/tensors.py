@@ -5,7 +5,9 @@ A side's result is one safetensors file:
   `value/<tensor>`      rows (tokens) of an activation
   `gradient/<tensor>`   the same rows of its gradient
   `lora/<module>.A|B`   the gradient of an adapter's matrix, of the mean loss
+  `loss`                float64 `[1]`, the sum over all targets of the first batch
   `losses`, `grad_norms`  float64 `[steps]`, of the optimiser steps
+  `trained/<module>.A|B`  the adapter after them, where there are any
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,12 +68,13 @@ def adapted(keys: Iterable[str]) -> list[str]:
     return sorted(key.removeprefix("lora/").removesuffix(".A") for key in found)
 
 
-def in_order(layers: int, modules: list[str]) -> Iterator[Tensor]:
+def in_order(layers: int, modules: list[str], steps: int = 0) -> Iterator[Tensor]:
     """Everything that is compared, in the order in which a step makes it.
 
     Args:
       layers: how many the model has.
       modules: paths of the adapted projections.
+      steps: optimiser steps that were taken.
     """
     for n in range(layers):
         for name in _PROJECTIONS:
@@ -91,6 +94,9 @@ def in_order(layers: int, modules: list[str]) -> Iterator[Tensor]:
     for module in modules:
         for part in "AB":
             yield Tensor(f"lora/{module}.{part}", "lora", True, int(module.split(".")[2]))
+    for module in modules if steps else ():
+        for part in "AB":
+            yield Tensor(f"trained/{module}.{part}", "adamw", False, None)
 
 
 def _at(layer: int, name: str) -> str:

@@ -12,7 +12,7 @@ from triton_ref.config import read_config
 from triton_ref.model import Decoder, load_decoder
 from triton_ref.ops import KERNELS, Ops
 from triton_ref.packing import Packed, unpad
-from triton_ref.parity.job import ADAPTER, BATCHES, Job, result_file
+from triton_ref.parity.job import BATCHES, Job, in_one_line, result_file
 from triton_ref.parity.tensors import matrix_rows
 from triton_ref.record import Recorder
 from triton_ref.step import make_optimizer, update
@@ -26,7 +26,7 @@ def run(work: Path, dtype: str, ops: Ops = KERNELS) -> Path:
     decoder = load_decoder(
         Folder(folder),
         read_config(folder, job.max_length),
-        load_adapter(work / ADAPTER),
+        load_adapter(Path(job.adapter)),
         ops=ops,
         dtype=getattr(torch, dtype),
         device=device,
@@ -56,10 +56,12 @@ def _weights(decoder: Decoder) -> dict[str, torch.Tensor]:
 
 def _step(decoder: Decoder, packed: Packed, job: Job) -> dict[str, torch.Tensor]:
     record = Recorder(torch.tensor(job.tokens, device=packed.tokens.device))
-    decoder.losses(packed, record).sum().backward()
+    loss = decoder.losses(packed, record)
+    loss.sum().backward()
     count = int((packed.targets >= 0).sum())
     found = {f"value/{name}": tensor for name, tensor in record.values.items()}
     found |= {f"gradient/{name}": tensor for name, tensor in record.gradients.items()}
+    found["loss"] = loss.detach().double().sum(0, keepdim=True).cpu()
     del found["gradient/nll"]  # ones
     for module, pair in decoder.adapters().items():
         for part, parameter in zip("AB", pair, strict=True):
@@ -71,11 +73,15 @@ def _step(decoder: Decoder, packed: Packed, job: Job) -> dict[str, torch.Tensor]
 def _steps(decoder: Decoder, batches: list[Packed], job: Job) -> dict[str, torch.Tensor]:
     optimizer = make_optimizer(decoder, job.learning_rate, job.weight_decay)
     updates = [update(decoder, optimizer, packed, job.max_grad_norm) for packed in batches]
-    return {
+    found = {
         "losses": torch.tensor([u.loss for u in updates], dtype=torch.float64),
         "grad_norms": torch.tensor([u.grad_norm for u in updates], dtype=torch.float64),
     }
+    for module, pair in decoder.adapters().items() if updates else ():
+        for part, parameter in zip("AB", pair, strict=True):
+            found[f"trained/{module}.{part}"] = parameter.detach().cpu()
+    return found
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2])
+    in_one_line(run, (ValueError, OSError), sys.argv[1:])

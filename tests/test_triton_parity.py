@@ -16,9 +16,11 @@ from safetensors.numpy import load_file, save_file
 from test_model_families import FAMILY_TABLE, save
 from tiny import tiny_folder, write_chats
 
+from jaxft.errors import UserError
 from jaxft.formats.peft import AdapterConfig, save_adapter
 from jaxft.lora import adapter_arrays
 from triton_ref.ops import KERNELS, Ops
+from triton_ref.parity import __main__ as main
 from triton_ref.parity import jax_side, torch_side
 from triton_ref.parity.compare import Difference
 from triton_ref.parity.job import BATCHES, Job
@@ -226,6 +228,80 @@ def test_sides_in_bfloat16_are_measured_from_float32(jax_result):
     assert fault == "norm: not finite on the JAX side"
 
 
+LOSSES = np.array([2.0, 1.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss": np.array([0.01])}, "the loss differs: relative .*, bound 1e-05"),
+        ({"losses": LOSSES * [0, 2e-4, 0]}, "the losses differ from step 2 on: 1.500300 and 1.5"),
+        ({"losses": LOSSES * np.nan}, "the losses differ from step 1 on: nan"),
+        ({"grad_norms": np.array([0, 0, 1e-3])}, "the gradient norms differ from step 3 on"),
+        (
+            {"trained/model.layers.0.mlp.up_proj.A": 1e-3},
+            r"trained model\S+up_proj.A \(from adamw\)",
+        ),
+        (None, "every gradient of the adapter is 0"),
+    ],
+)
+def test_each_bound_alone(change, words, jax_result):
+    """Of what follows the tensors of one step."""
+    order, good = with_steps(jax_result)
+    assert judge_float32(good, good, order).faults == []
+    if change is None:
+        good |= {key: 0 * array for key, array in good.items() if key.startswith("lora/")}
+        (fault,) = judge_float32(good, good, order).faults
+    else:
+        bad = good | {key: good[key] + amount for key, amount in change.items()}
+        (fault,) = judge_float32(bad, good, order).faults
+    assert re.search(words, fault)
+
+
+def test_bounds_of_bfloat16_curves(jax_result):
+    order, good = with_steps(jax_result)
+    for size, words in (
+        ([0.0019] * 3, None),
+        ([0, 0.0055, 0], None),
+        ([0, 0.011, 0], r"losses differ from step 2 on.*bound 0\.01"),
+        ([0.0021] * 3, r"differ by 0\.21% on average, bound 0\.2%"),
+    ):
+        bad = good | {"losses": good["losses"] * (1 + np.array(size))}
+        faults = judge_bfloat16(bad, good, good, order).faults
+        assert bool(faults) is (words is not None)
+        assert words is None or re.search(words, faults[0])
+
+
+def test_both_far_from_float32_is_a_fault(jax_result):
+    order, good = with_steps(jax_result)
+    bad = good | {"value/hidden": -good["value/hidden"]}
+    (fault,) = judge_bfloat16(bad, bad, good, order).faults
+    assert fault == "norm: both are 0.89 from float32, bound 0.5"
+
+
+def with_steps(jax_result) -> tuple[list, dict[str, np.ndarray]]:
+    """A result that took three steps, with one adapter."""
+    _, job, result = jax_result
+    module = "model.layers.0.mlp.up_proj"
+    more = {f"trained/{module}.{part}": np.ones((4, 8)) for part in "AB"}
+    more |= {"losses": LOSSES, "grad_norms": np.array([1.0, 1.0, 1.0])}
+    return list(in_order(job.layers, [module], 3)), load_file(result) | more
+
+
+@pytest.mark.parametrize(("faults", "code"), [([], 0), (["the loss differs"], 1)])
+def test_exit_code_and_report(faults, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(main, "prepare", lambda *_: None)
+    monkeypatch.setattr(main, "_compare", lambda *_: Verdict([], faults))
+    given = ["--model_name_or_path", "m", "--dataset_name", "d"]
+    report = tmp_path / "report.md"
+    assert main.main([*given, "--report", str(report)]) == code
+    words = "FAILED: the loss differs" if faults else "passed: both paths agree"
+    assert words in capsys.readouterr().out
+    assert words in report.read_text()
+    with pytest.raises(UserError, match=r"--report /dev/full: No space left"):
+        main.main([*given, "--report", "/dev/full"])
+
+
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
@@ -258,11 +334,20 @@ def test_the_command_refuses_in_one_line(tmp_path):
     model = tiny_folder(tmp_path / "model")
     rows = write_chats(tmp_path / "rows.jsonl", 4)
     given = ["--model_name_or_path", str(model), "--dataset_name", str(rows)]
+    other = tmp_path / "other"
+    other.mkdir()
+    name = "model.layers.0.self_attn.q_proj"
+    pair = np.zeros((4, 32), np.float32), np.zeros((64, 4), np.float32)
+    config = AdapterConfig(4, 6.0, 0.0, ("q_proj",), False, layers_to_transform=(0,))
+    save_adapter(other, config, {name: pair})
     for more, words in (
         (["--steps", "-1"], "--steps must be at least 0, got -1"),
         (["--lora_rank", "4"], "--lora_rank"),
         (["--report", str(tmp_path / "no" / "r.md")], "its folder does not exist"),
+        (["--report", str(tmp_path)], "is no file name"),
         (["--max_length", "8"], "--max_length"),
+        (["--adapter", str(tmp_path), "--lora_r", "4"], "--lora_r is the random adapter's"),
+        (["--adapter", str(other)], "q_proj has the shapes [(4, 32), (64, 4)]"),
     ):
         got = command(*given, *more)
         assert got.returncode == 2

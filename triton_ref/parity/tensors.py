@@ -58,7 +58,8 @@ class Tensor:
     def title(self) -> str:
         """The tensor and what made it, in words."""
         kind, _, name = self.key.partition("/")
-        what = {"gradient": "gradient at ", "lora": "gradient of "}.get(kind, "")
+        words = {"gradient": "gradient at ", "lora": "gradient of ", "trained": "trained "}
+        what = words.get(kind, "")
         return f"{what}{name} (from {self.op}{', backward' if self.backward else ''})"
 
 
